@@ -40,8 +40,12 @@ def belonging_if_any(tensor: torch.Tensor, kind: Callable[[], T]) -> T | None:
 
 def has_memory(tensor: torch.Tensor) -> bool:
     """Whether its values lie in its own storage: not those of fake tensors, or of DTensors."""
-    plain = torch.Tensor.__torch_dispatch__
-    return type(tensor).__torch_dispatch__ is plain and not tensor.is_meta
+    return is_plain(tensor) and not tensor.is_meta
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether no subclass takes over its operations, as fake tensors and DTensors do."""
+    return type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
 
 
 def identity(tensor: torch.Tensor) -> int:

@@ -119,12 +119,12 @@ class FP8Linear(TrainableModule):
         op = "FP8Linear.from_linear"
         if not isinstance(linear, nn.Linear):
             raise TypeError(f"{op}: expected nn.Linear, got {type(linear)}")
+        check_tensor(op, "weight", linear.weight, FLOATS, 2)
         layer = cls(linear.weight.shape[1], linear.weight.shape[0], bias=False, device="meta")
         if not trainable:
             layer._quantize_from(linear.weight.detach())
             layer._share_bias(linear.bias)
             return layer.train(linear.training)
-        check_tensor(op, "weight", linear.weight, FLOATS, 2)
         check_rows_contiguous(op, "weight", linear.weight)
         layer._hold_master_weights({"weight": linear.get_parameter("weight")}, wgrad)
         layer.bias = linear.bias
@@ -185,8 +185,7 @@ class FP8Linear(TrainableModule):
         if self.trainable:
             check_whole("FP8Linear.freeze", self)
             check_own_weights("FP8Linear.freeze", self)
-            q = quantize_128x128(self.weight.detach())
-            self._hold_codes({"weight": q.data, "weight_scale_inv": q.scale_inv})
+            self._quantize_from(self.weight.detach())
             if self.bias is not None:
                 self.bias.requires_grad_(False).grad = None  # else an optimizer would move it
         return self

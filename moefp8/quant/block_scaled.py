@@ -7,7 +7,7 @@ import torch
 from ..kernels.common.blocks import BLOCK, E4M3, e4m3_to_float, num_blocks
 from ..kernels.common.checks import check_same_device, check_tensor
 from . import quantize as ops
-from .numerics import tiles_128x128
+from .numerics import matrices_of, tiles_128x128
 
 
 class BlockScaled(NamedTuple):
@@ -92,10 +92,9 @@ def dequantize(q: BlockScaled, dtype: torch.dtype = torch.float32) -> torch.Tens
     has_gradient = torch.is_grad_enabled() and scale_inv.requires_grad
     if not data.is_cpu or torch.compiler.is_compiling() or has_gradient:
         return _scaled(data, scale_inv).to(dtype)
-    values = torch.empty(data.shape, dtype=dtype)
-    matrices = (x[None] if x.ndim == 2 else x.flatten(0, -3) for x in (data, scale_inv, values))
-    for codes, scales, weights in zip(*matrices, strict=True):
-        for tile, blocks in tiles_128x128(codes):  # what a tile needs besides stays in the cache
+    values = torch.empty(data.shape, dtype=dtype, device=data.device)
+    for codes, scales, weights in matrices_of(data, scale_inv, values):
+        for tile, blocks in tiles_128x128(codes):  # temporaries of a tile stay in the cache
             weights[tile] = _scaled(codes[tile], scales[blocks])
     return values
 

@@ -68,6 +68,11 @@ def quantize_128x128_into(
         data[tile] = rearrange(quantized, "nb r kb c -> (nb r) (kb c)")[:n, :k]
 
 
+def matrices_of(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Yield the matrices [N, K] at the same place of tensors [..., N, K], as views."""
+    return zip(*(x[None] if x.ndim == 2 else x.flatten(0, -3) for x in tensors), strict=True)
+
+
 Slices = tuple[slice, slice]
 
 

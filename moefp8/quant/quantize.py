@@ -43,8 +43,7 @@ def _allocate_128x128(w: torch.Tensor, ue8m0: bool) -> Quantized:
 
 def _quantize_128x128(w: torch.Tensor, ue8m0: bool) -> Quantized:
     data, scale_inv = _allocate_128x128(w, ue8m0)
-    matrices = (x[None] if x.ndim == 2 else x.flatten(0, -3) for x in (w, data, scale_inv))
-    for matrix, codes, scales in zip(*matrices, strict=True):
+    for matrix, codes, scales in numerics.matrices_of(w, data, scale_inv):
         numerics.quantize_128x128_into(matrix, codes, scales, ue8m0)
     return data, scale_inv
 

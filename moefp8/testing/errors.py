@@ -17,9 +17,9 @@ def row_errors(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     """
     for name, x in (("actual", actual), ("expected", expected)):
         if not isinstance(x, torch.Tensor) or x.is_complex():
-            came = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
+            kind = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
             raise TypeError(
-                f"row_errors: {name} must be a tensor of real numbers, got {came}; compare the "
+                f"row_errors: {name} must be a tensor of real numbers, got {kind}; compare the "
                 "tensors of an output one by one, complex ones by torch.view_as_real"
             )
     if actual.shape != expected.shape:

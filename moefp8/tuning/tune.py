@@ -233,7 +233,8 @@ def _layer_calls(sizes: Sizes, weights: Weights, base: ConfigSource) -> Callable
 
     def call_with(configs: Pair) -> Call:
         launches = prepare_experts(sizes, tokens, weights, math.inf, configs, base.sms)
-        none = torch.empty(0)  # its address is 0: no addend, nothing is saved, tokens are no codes
+        # An address of 0: no addend, nothing saved, no scales of tokens, no word.
+        none = torch.empty(0)
         others = none, none, none, none
         return _call_of(partial(launches, x.get_device()), [(*tokens, *weights, y, *others)])
 

@@ -152,7 +152,7 @@ class OtherExpert(Experts):
 @pytest.mark.parametrize(
     "fill",
     [
-        lambda *shape: 0.1 * torch.randn(shape),  # these are run with their own weights
+        lambda *shape: 0.1 * torch.randn(shape),
         torch.randn,
         torch.zeros,
         lambda *shape: torch.full(shape, torch.nan),

@@ -186,6 +186,12 @@ def test_experts_name_bad_input(inputs, message):
         GroupedExperts(E, H, I)(*inputs)
 
 
+def of_vector() -> nn.Linear:
+    linear = nn.Linear(8, 8)
+    linear.weight = nn.Parameter(torch.ones(8))
+    return linear
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -193,6 +199,11 @@ def test_experts_name_bad_input(inputs, message):
         (lambda: FP8Linear(8, 8)(torch.ones(2, 9)), r"in_features = 8, got shape \[2, 9\]"),
         (lambda: FP8Linear(8, 8)(torch.ones(2, 8, dtype=torch.int64)), "got int64"),
         (lambda: FP8Linear.from_linear(nn.Identity()), "expected nn.Linear, got"),
+        (lambda: FP8Linear.from_linear(of_vector()), "from_linear: weight must have 2 dimensions"),
+        (
+            lambda: FP8Linear.from_linear(of_vector(), trainable=True),
+            "from_linear: weight must have 2 dimensions",
+        ),
         (lambda: GroupedExperts(2, 8, 8, layout="ragged"), "layout must be .*, got 'ragged'"),
         (lambda: GroupedExperts.from_weights(ones(2, 9, 8), ones(2, 8, 4)), r"got \[2, 9, 8\]"),
         (lambda: TopKRouter(8, 4, 5), r"TopKRouter: top_k must be in \[1, E\] = \[1, 4\], got 5"),

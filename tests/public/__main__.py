@@ -119,7 +119,7 @@ def show(
     cases = dict.fromkeys([*there, *here])
     print(f"{'case':<40}{'outputs':>8}{'CPU s':>8}{'there':>8}")
     for case in cases:
-        differing = [x for x in findings if x.name.startswith(f"{case}/")]
+        differing = [x for x in findings if x.name.partition("/")[0] == case]
         outputs = {*here.get(case, {}), *there.get(case, {})}
         verdict = f"{len(differing)} differ" if differing else "same"
         times = "".join(f"{x.get(case, 0):8.2f}" for x in seconds)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.public import surface
-from tests.public.__main__ import Run, compare, main, read_exceptions
+from tests.public.__main__ import Run, compare, main, read_exceptions, show
 from tests.public.child import REPOSITORY
 from tests.public.outcome import RAISED, difference, leaves
 
@@ -100,6 +100,14 @@ def test_exceptions_and_errors_of_cases():
     ]
     with pytest.raises(ValueError, match="PATTERN: reason"):
         read_exceptions("a.b/*")
+
+
+def test_a_case_that_returns_one_value_is_shown_as_it_is(capsys):
+    here, there = {"a.b": {"": "1"}, "a.bc": {"": "1"}}, {"a.b": {"": "2"}, "a.bc": {"": "1"}}
+    show(here, there, compare(here, there, {}), [{}, {}])
+    lines = capsys.readouterr().out.splitlines()
+    assert [x.split()[-1] for x in lines if x.startswith("a.")] == ["differ", "same"]
+    assert "    a.b: '1' here, '2' there" in lines
 
 
 def test_one_changed_constant_is_seen_and_nothing_else(tmp_path):

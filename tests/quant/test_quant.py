@@ -92,6 +92,14 @@ def test_large_weights_are_quantized_and_dequantized_as_their_blocks(shape, ue8m
             assert same_bits(values[part], one.data.float() * scale_inv)
 
 
+def test_the_default_device_changes_nothing():
+    x = torch.randn(200, 300)
+    with torch.device("meta"):
+        for q in (quantize_1x128(x), quantize_128x128(x)):
+            assert {q.data.device.type, q.scale_inv.device.type} == {"cpu"}
+            assert torch.equal(dequantize(q).sign(), x.sign())
+
+
 @both
 def test_dequantize_multiplies_by_the_scale_of_the_block(quantize, block_rows):
     q = quantize(torch.randn(2, 200, 300))

@@ -124,22 +124,22 @@ def _warning(chosen: Chosen, trainable: bool) -> str | None:
 
 
 class _Swap(NamedTuple):
-    """A module's names, what takes its place, and how many bytes are to be quantized for that.
+    """A module to be swapped: its names, its replacement, and the bytes to quantize.
 
-    weights: equal for modules that share their weights, and will share the codes.
+    weights_key: equal for modules that share their weights, and will share the codes.
     """
 
     names: list[str]
-    made: TrainableModule
+    replacement: TrainableModule
     num_bytes: int
-    weights: tuple[Any, ...]
+    weights_key: tuple[Any, ...]
 
 
 def _apply(model: nn.Module, chosen: Chosen, progress: bool | None) -> tuple[nn.Module, list[str]]:
     """Swap the modules. Returns what takes the model's place, and whose weights are not finite.
 
-    All FP8 modules first take their places without codes. Then the largest is quantized first, so
-    that memory is short before anything is lost, or never. Each original is freed in turn, which
+    All FP8 modules first take their places without codes. The largest is quantized first: if memory
+    runs out, it does so before originals are freed. Each original is freed in turn, which
     empties `chosen.modules`. After an error, those that are left there are put back.
     """
     left = chosen.modules
@@ -149,7 +149,7 @@ def _apply(model: nn.Module, chosen: Chosen, progress: bool | None) -> tuple[nn.
     not_finite: list[str] = []
     try:
         for swap in swaps:
-            _put(model, swap.names, swap.made)
+            _put(model, swap.names, swap.replacement)
         with Progress("quantizing", total, "GiB", 2**30, progress if total else False) as bar:
             for names, made, num_bytes, weights in sorted(swaps, key=lambda x: -x.num_bytes):
                 twin = quantized.setdefault(weights, made)
@@ -164,7 +164,7 @@ def _apply(model: nn.Module, chosen: Chosen, progress: bool | None) -> tuple[nn.
     except BaseException:
         _put_back(model, left)
         raise
-    return next((swap.made for swap in swaps if "" in swap.names), model), not_finite
+    return next((swap.replacement for swap in swaps if "" in swap.names), model), not_finite
 
 
 def _put(model: nn.Module, names: list[str], module: nn.Module) -> None:
@@ -183,7 +183,7 @@ def _put_back(model: nn.Module, modules: dict[str, nn.Module]) -> None:
         warnings.warn(
             f"convert: {name} could not be put back, and has no weights if it is FP8 now; its "
             f"parent raised {why}",
-            stacklevel=4,
+            stacklevel=5,
         )
 
 
@@ -212,7 +212,8 @@ def _without_codes(
     stacks, trainable = stacks_of(module), settings["trainable"]
     if stacks is not None:
         if trainable:
-            return GroupedExperts.from_weights(*stacks.fused(), **settings), stacks.names
+            (gate_up,) = stacks.gate_up  # `master_problem` refuses two
+            return GroupedExperts.from_weights(gate_up, stacks.down, **settings), stacks.names
         return GroupedExperts(*stacks.down.shape, device="meta", **settings), stacks.names
     wgrad = settings["wgrad"]
     if trainable and isinstance(module, nn.Linear):
@@ -224,9 +225,9 @@ def _without_codes(
 
 def _quantize(made: Any, module: nn.Module) -> None:
     """Make the codes of `made`, if it is to have any, of the weights of `module`."""
-    stacks = stacks_of(module)
     if made.trainable:
         return
+    stacks = stacks_of(module)
     if stacks is not None:
         made._quantize_from(stacks.gate_up, stacks.down)
     else:

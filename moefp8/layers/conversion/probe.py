@@ -17,15 +17,16 @@ from torch import nn
 from ...functional.swiglu import swiglu
 from .source_code import Reach, in_reach
 from .stacks import Stacks, stated_limits
-from .trial import attributes_of, random_weights, told
+from .trial import attributes_of, fingerprint, random_weights
 
 _TOKEN_SIZES = (0.25, 1.0, 4.0, 8.0, 16.0, 32.0)  # from small to large, so that clamps show
 _SCORES = (0.3, 0.7, 1.0, 0.02, 2.5, -0.5)  # a forward that clamps or normalizes them is noticed
 _MAX_TOKENS = 1 << 16  # of one expert: limits above that are not looked for
 _NARROW = 32  # H and I, where they can be chosen: many tokens cost little then
-_USUAL_TOKENS = 1 << 12  # limits below that are looked for though nothing names them,
-_USUAL_WORK = 1 << 34  # but not with more multiplications than that,
-_USUAL_ROOM = 1 << 21  # nor with more elements at a time than that and a quarter of the weights
+# Every forward is tried with up to _USUAL_TOKENS tokens of one expert: with fewer if they take more
+# than _USUAL_WORK products, or more elements at a time than _USUAL_ROOM and a quarter of the
+# weights.
+_USUAL_TOKENS, _USUAL_WORK, _USUAL_ROOM = 1 << 12, 1 << 34, 1 << 21
 _NAMED_WORK, _NAMED_ROOM = 1 << 36, 1 << 26  # bounds of what else is run at full width
 _FEW_TOKENS = 64  # a forward has to take so many of one expert
 _MAX_CHOICES = 64  # of a token
@@ -56,9 +57,10 @@ def probe(module: nn.Module, known: dict[Any, Probed], trainable: bool = False) 
     """
     reach = in_reach(module)
     make = _make_of(module, reach)
-    for key in ((make, training) for training in (False, True)[: 1 + trainable]):
+    for training in (False, True) if trainable else (False,):
+        key = make, training
         if make is None or key not in known:
-            known[key] = _probe(module, key[1], reach.names)
+            known[key] = _probe(module, training, reach.names)
         if known[key][1] is not None:
             break
     return known[key]
@@ -79,7 +81,9 @@ def _make_of(module: nn.Module, reach: Reach) -> Any:
         (
             kind,
             *sorted(
-                (n, told(x)) for n, x in held.items() if type(x) is not int or n not in skipped
+                (n, fingerprint(x))
+                for n, x in held.items()
+                if type(x) is not int or n not in skipped
             ),
         )
         for kind, held in attributes
@@ -248,7 +252,7 @@ def _many(
     work, width = 3 * hidden_size * intermediate_size, 4 * (hidden_size + intermediate_size)
     room = max(_USUAL_ROOM, num_experts * work // 4)
     usual = max(_FEW_TOKENS, min(_USUAL_TOKENS, _USUAL_WORK // work, room // width))
-    last = [range(num_experts)[-1]]
+    last = [num_experts - 1]
     num_tokens = 0
     for count in sorted({*around, usual + 1}):
         num_tokens += count

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ...functional.kept import has_memory
 from .stacks import STACKS
 
 _WEIGHTS = {"weight", *STACKS}
@@ -28,7 +29,7 @@ def read_weights(kind: Any) -> frozenset[str]:
     """`a.b` for each `self.a.b.weight` in methods of a class, `a.*` for `self.a[i].weight`."""
     found: set[str] = set()
     for base in kind.__mro__:
-        if _is_of_others(base) or not issubclass(base, nn.Module):
+        if _package(base.__module__) in _TORCH_AND_STDLIB or not issubclass(base, nn.Module):
             continue
         try:
             tree = ast.parse(textwrap.dedent(inspect.getsource(base)))
@@ -117,7 +118,7 @@ def in_reach(module: nn.Module, names: Iterable[str] = ()) -> Reach:
     other numbers is its values, any other its identity and version. Code of torch, of
     the standard library and of ours is left out.
 
-    names: some that count as referred to; those of an earlier `Reach` save most of the time.
+    names: treated as names that the code uses. Those of an earlier `Reach` save most of the time.
     """
     known = {"forward", "__call__", *names}
     while True:
@@ -162,15 +163,15 @@ class _Walk:
         if isinstance(x, partial):
             return [("function", x.func), ("arguments", (x.args, x.keywords))]
         if isinstance(x, FunctionType):
-            return () if _is_left_out(x) else self._parts_of_function(x)
+            return () if _package(x.__module__) in _NOT_WALKED else self._parts_of_function(x)
         if isinstance(x, type):
-            bases = [base for base in reversed(x.__mro__) if not _is_left_out(base)]
-            return self._named({name: y for base in bases for name, y in vars(base).items()})
+            own = [z for z in reversed(x.__mro__) if _package(z.__module__) not in _NOT_WALKED]
+            return self._named({name: y for base in own for name, y in vars(base).items()})
         if isinstance(x, ModuleType):
-            return () if x.__name__.partition(".")[0] in _LEFT_OUT else self._named(vars(x))
+            return () if _package(x.__name__) in _NOT_WALKED else self._named(vars(x))
         held = dict(getattr(x, "__dict__", {}))
         slots = (vars(base).get("__slots__", ()) for base in type(x).__mro__)
-        names = {y for of_base in slots for y in ([of_base] if type(of_base) is str else of_base)}
+        names = {y for slot in slots for y in ([slot] if type(slot) is str else slot)}
         held |= {name: getattr(x, name) for name in names & self.names if hasattr(x, name)}
         if isinstance(x, nn.Module):
             held |= {**x._parameters, **x._buffers, **x._modules}
@@ -197,19 +198,15 @@ def _all_names(code: CodeType) -> frozenset[str]:
 
 
 def _summary(x: torch.Tensor) -> Any:
-    is_large = x.numel() > (_MAX_FLOATS if x.is_floating_point() else _MAX_ELEMENTS)
-    if x.is_meta or x.is_complex() or is_large:
-        return f"at {id(x)}, version {None if x.is_inference() else x._version}"
-    return tuple(x.flatten().tolist())
+    is_readable = has_memory(x) and x.layout == torch.strided and not x.is_complex()
+    if is_readable and x.numel() <= (_MAX_FLOATS if x.is_floating_point() else _MAX_ELEMENTS):
+        return tuple(x.flatten().tolist())
+    return f"at {id(x)}, version {None if x.is_inference() else x._version}"
 
 
-_OTHERS = {"torch", *sys.stdlib_module_names}
-_LEFT_OUT = {*_OTHERS, __name__.partition(".")[0]}
+_TORCH_AND_STDLIB = {"torch", *sys.stdlib_module_names}
+_NOT_WALKED = {*_TORCH_AND_STDLIB, __name__.partition(".")[0]}
 
 
-def _is_of_others(x: Any) -> bool:
-    return (x.__module__ or "").partition(".")[0] in _OTHERS
-
-
-def _is_left_out(x: Any) -> bool:
-    return (x.__module__ or "").partition(".")[0] in _LEFT_OUT
+def _package(module: str | None) -> str:
+    return (module or "").partition(".")[0]

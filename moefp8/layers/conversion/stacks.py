@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...functional.kept import is_plain
 from ...functional.swiglu import swiglu
 from ..experts import GroupedExperts
 
@@ -36,11 +37,6 @@ class Stacks:
     gate_up: tuple[torch.Tensor, ...]
     down: torch.Tensor
     names: tuple[str, ...]
-
-    def fused(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """gate_up_proj [E, 2I, H] and down_proj [E, H, I]; a copy where gate and up lie apart."""
-        is_fused = len(self.gate_up) == 1
-        return self.gate_up[0] if is_fused else torch.cat(self.gate_up, dim=1), self.down
 
 
 def stacks_of(module: nn.Module) -> Stacks | None:
@@ -97,7 +93,7 @@ def tensor_problem(module: nn.Module, names: Sequence[str]) -> str | None:
         weight = module.get_submodule(home)._parameters.get(leaf)
         if weight is None:
             return f"must hold {name} as a parameter, got a buffer or another attribute"
-        if type(weight).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        if not is_plain(weight):
             return f"must hold {name} as a plain tensor, got a {type(weight).__name__}"
         if weight.layout != torch.strided:
             layout = str(weight.layout).removeprefix("torch.")

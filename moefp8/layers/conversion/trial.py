@@ -12,8 +12,9 @@ from .source_code import Reach, in_reach
 from .stacks import STACKS, Stacks, stacks_of
 
 _PERIOD = 65537  # random weights repeat after so many, a prime, so that rows differ
-_SMALL = 1 << 20  # of parameters with more elements, the matrix of
-_STEP = 8  # an expert begins so many after that of the expert before
+# Of parameters with more than _SMALL elements, the matrices of experts overlap in memory: each
+# begins _STEP elements after the one before.
+_SMALL, _STEP = 1 << 20, 8
 _OF_MODULE = frozenset(vars(nn.Module()))
 
 
@@ -38,7 +39,9 @@ def random_weights(
     try:
         for path, child, _, parameters, buffers in before:
             child.training = training
-            vars(child).update((name, _in(sizes, x)) for name, x in attributes_of(child).items())
+            vars(child).update(
+                (name, _resized(sizes, x)) for name, x in attributes_of(child).items()
+            )
             for name, x in parameters.items():
                 if x is not None:
                     drawn = _random_like(x, shapes.get(name, x.shape), random)
@@ -48,7 +51,7 @@ def random_weights(
             )
         stacks = stacks_of(module)
         assert stacks is not None
-        for _, child, *_ in before:  # so that no other `.data` becomes that of the stacks
+        for _, child, *_ in before:  # a forward that sets `.data` must not change the stacks
             child._parameters.update(
                 (name, None if x is None else nn.Parameter(x, requires_grad=False))
                 for name, x in child._parameters.items()
@@ -57,7 +60,9 @@ def random_weights(
         def changed(reach: Reach) -> str:
             for path, child, held, _, buffers in before:
                 for name, value in attributes_of(child).items():
-                    if name not in held or told(value) != told(_in(sizes, held[name])):
+                    if name not in held or fingerprint(value) != fingerprint(
+                        _resized(sizes, held[name])
+                    ):
                         return f"{path}.{name}".lstrip(".")
                 for name, x in buffers.items():
                     if x is not None and not _is_same(x, child._buffers.get(name)):
@@ -66,11 +71,13 @@ def random_weights(
             for name, check in is_intact.items():
                 if name not in weights or not check(weights[name]):
                     return name
-            values, after = reach.values, in_reach(module, reach.names).values
-            keys = (x for x in {**values, **after} if x not in after or x not in values)
-            return next(keys, "") or next(
-                (x for x in after if told(after[x]) != told(values[x])), ""
+            values, after, absent = reach.values, in_reach(module, reach.names).values, object()
+            differing = (
+                path
+                for path in {**values, **after}
+                if fingerprint(values.get(path, absent)) != fingerprint(after.get(path, absent))
             )
+            return next(differing, "")
 
         yield stacks, changed
     finally:
@@ -105,7 +112,7 @@ def _narrowed(
     return dict.fromkeys(leaves, (e * narrow_i, narrow_h)), sizes
 
 
-def _in(sizes: dict[int, int], value: Any) -> Any:
+def _resized(sizes: dict[int, int], value: Any) -> Any:
     return sizes.get(value, value) if type(value) is int else value
 
 
@@ -114,8 +121,8 @@ def _random_like(
 ) -> tuple[torch.Tensor, Callable[[torch.Tensor], bool]]:
     """Random weights, and a function that tells whether a tensor still has them, in their place.
 
-    If they are many, the matrices of experts overlap in memory. Each is contiguous, since products
-    copy others.
+    If they are many, the matrices of experts overlap in memory. Each matrix is contiguous: a
+    product would copy a strided one.
     """
     is_small = math.prod(shape) <= _SMALL
     inner = math.prod(shape[1:])
@@ -142,10 +149,10 @@ def attributes_of(module: nn.Module) -> dict[str, Any]:
     return {name: x for name, x in vars(module).items() if name not in _OF_MODULE}
 
 
-def told(value: Any) -> str:
+def fingerprint(value: Any) -> str:
     """A text that is equal for equal plain values, and for any other only for the very same."""
     if isinstance(value, tuple):
-        return f"({', '.join(map(told, value))})"
+        return f"({', '.join(map(fingerprint, value))})"
     if isinstance(value, int | float | complex | str | bytes | torch.dtype | None):
         return f"{type(value).__name__} {value!r}"
     return f"at {id(value)}"

@@ -8,7 +8,7 @@ it at the top would end all cases of the file there.
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -66,6 +66,27 @@ def seed() -> None:
 def randn(*shape: int, device: str, dtype: torch.dtype = BF16) -> torch.Tensor:
     """Normal numbers, the same on every device."""
     return torch.randn(*shape).to(device, dtype)
+
+
+def nan(*shape: int, device: str) -> torch.Tensor:
+    """Memory for an output: what a call does not write stays NaN."""
+    return torch.full(shape, float("nan"), dtype=BF16, device=device)
+
+
+def layout_of(counts: Sequence[int], alignment: int, device: str) -> torch.Tensor:
+    """The group of each row, int32; -1 for rows that pad a group to the alignment."""
+    groups = [g for g, x in enumerate(counts) for g in [g] * x + [-1] * (-x % alignment)]
+    return torch.tensor(groups, dtype=torch.int32, device=device)
+
+
+def warm_up(run: Callable[[], Any]) -> None:
+    """Run it twice on another stream, as a capture of PyTorch's asks for."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            run()
+    torch.cuda.current_stream().wait_stream(side)
 
 
 def choices(

@@ -7,7 +7,7 @@ import torch
 import moefp8.deep_gemm as deep_gemm
 from moefp8.quant import quantize_1x128, quantize_128x128
 
-from . import BF16, attempt, case, randn
+from . import attempt, case, layout_of, nan, randn
 
 N, K = 200, 304
 COUNTS = 100, 0, 130, 1
@@ -17,16 +17,6 @@ NOT_OFFERED = "fp8_mqa_logits", "bf16_gemm_nt", "m_grouped_fp8_fp4_mega_moe", "n
 def _operands(m: int, device: str) -> Any:
     a = deep_gemm.per_token_cast_to_fp8(randn(m, K, device=device))
     return a, quantize_128x128(randn(N, K, device=device))
-
-
-def _nan(*shape: int, device: str, dtype: torch.dtype = BF16) -> torch.Tensor:
-    return torch.full(shape, float("nan"), dtype=dtype, device=device)
-
-
-def _experts(num_experts: int, device: str) -> Any:
-    each = [quantize_128x128(randn(N, K, device=device)) for _ in range(num_experts)]
-    codes = torch.stack([x.data.view(torch.uint8) for x in each]).view(torch.float8_e4m3fn)
-    return codes, torch.stack([x.scale_inv for x in each])
 
 
 def _transposed(pair: Any) -> Any:
@@ -42,7 +32,7 @@ def dense(device: str) -> Any:
         ("tn", deep_gemm.fp8_gemm_tn, _transposed(a), _transposed(b)),
         ("tt", deep_gemm.fp8_gemm_tt, _transposed(a), b),
     ):
-        d, again = (_nan(40, N, device=device) for _ in range(2))
+        d, again = (nan(40, N, device=device) for _ in range(2))
         gemm(x, w, d)
         gemm(
             a=x,
@@ -56,7 +46,7 @@ def dense(device: str) -> Any:
             disable_ue8m0_cast=True,
         )
         outputs[form] = d, again
-    d = _nan(40, N, device=device)
+    d = nan(40, N, device=device)
     deep_gemm.gemm_fp8_fp8_bf16_nt(lhs=a, rhs=b, out=d)
     return outputs, d
 
@@ -64,17 +54,17 @@ def dense(device: str) -> Any:
 @case
 def contiguous(device: str) -> Any:
     alignment = deep_gemm.get_mk_alignment_for_contiguous_layout()
-    groups = [g for g, x in enumerate(COUNTS) for g in [g] * x + [-1] * (-x % alignment)]
-    layout = torch.tensor(groups, dtype=torch.int32, device=device)
+    layout = layout_of(COUNTS, alignment, device)
     ends = torch.tensor([100, 128, 258, 385], dtype=torch.int32, device=device)
-    m = len(groups)
-    a, b = deep_gemm.per_token_cast_to_fp8(randn(m, K, device=device)), _experts(4, device)
+    m = len(layout)
+    a = deep_gemm.per_token_cast_to_fp8(randn(m, K, device=device))
+    b = quantize_128x128(randn(4, N, K, device=device))
     outputs = []
     for gemm, w in (
         (deep_gemm.m_grouped_fp8_gemm_nt_contiguous, b),
         (deep_gemm.m_grouped_fp8_gemm_nn_contiguous, _transposed(b)),
     ):
-        several = [_nan(m, N, device=device) for _ in range(4)]
+        several = [nan(m, N, device=device) for _ in range(4)]
         gemm(a, w, several[0], layout)
         gemm(
             a=a,
@@ -93,16 +83,17 @@ def contiguous(device: str) -> Any:
         gemm(a, w, several[2], m_indices=layout)
         gemm(a, w, several[3], layout, ensure_zero_padding=False)
         outputs.append(several)
-    d = _nan(m, N, device=device)
+    d = nan(m, N, device=device)
     deep_gemm.m_grouped_gemm_fp8_fp8_bf16_nt_contiguous(lhs=a, rhs=b, out=d, m_indices=layout)
     return outputs, d
 
 
 @case
 def masked(device: str) -> Any:
-    x, b = quantize_1x128(randn(3, 40, K, device=device)), _experts(3, device)
+    x = quantize_1x128(randn(3, 40, K, device=device))
+    b = quantize_128x128(randn(3, N, K, device=device))
     masked_m = torch.tensor([7, 0, 40], dtype=torch.int32, device=device)
-    outputs = [_nan(3, 40, N, device=device) for _ in range(3)]
+    outputs = [nan(3, 40, N, device=device) for _ in range(3)]
     deep_gemm.m_grouped_fp8_gemm_nt_masked(x, b, outputs[0], masked_m, 16)
     deep_gemm.fp8_m_grouped_gemm_nt_masked(
         a=x,
@@ -258,7 +249,7 @@ def settings(device: str) -> Any:
 
 @case
 def errors(device: str) -> Any:
-    (a, b), d = _operands(40, device), _nan(40, N, device=device)
+    (a, b), d = _operands(40, device), nan(40, N, device=device)
     layout = torch.zeros(40, dtype=torch.int32, device=device)
     return [
         attempt(lambda: deep_gemm.fp8_gemm_nt(a, b, d, recipe=(1, 2, 3))),

@@ -7,7 +7,7 @@ import torch
 from moefp8 import kernels
 from moefp8.quant import quantize_1x128, quantize_128x128
 
-from . import BF16, attempt, case, randn
+from . import attempt, case, layout_of, nan, randn
 
 
 def _pair(rows: int, n: int, k: int, device: str) -> Any:
@@ -15,22 +15,12 @@ def _pair(rows: int, n: int, k: int, device: str) -> Any:
     return a, quantize_128x128(randn(n, k, device=device))
 
 
-def _weights(num_experts: int, n: int, k: int, device: str) -> Any:
-    each = [quantize_128x128(randn(n, k, device=device)) for _ in range(num_experts)]
-    codes = torch.stack([x.data.view(torch.uint8) for x in each]).view(kernels.E4M3)
-    return codes, torch.stack([x.scale_inv for x in each])
-
-
-def _nan(*shape: int, device: str) -> torch.Tensor:
-    return torch.full(shape, float("nan"), dtype=BF16, device=device)
-
-
 @case
 def dense(device: str) -> Any:
     outputs = {}
     for m, n, k in ((1, 8, 128), (40, 300, 512), (130, 200, 304), (0, 8, 16), (3, 5, 7)):
         a, b = _pair(m, n, k, device)
-        d, again = _nan(m, n, device=device), _nan(m, n, device=device)
+        d, again = nan(m, n, device=device), nan(m, n, device=device)
         kernels.fp8_gemm_nt(a, b, d)
         bias = randn(n, device=device)
         kernels.fp8_gemm_nt(
@@ -49,12 +39,13 @@ def dense(device: str) -> Any:
 
 @case
 def contiguous(device: str) -> Any:
-    counts = 100, 0, 130, 1
+    counts, alignment = (100, 0, 130, 1), kernels.get_mk_alignment_for_contiguous_layout()
     a, (n, k) = quantize_1x128(randn(512, 304, device=device)), (200, 304)
-    b, alignment = _weights(4, n, k, device), kernels.get_mk_alignment_for_contiguous_layout()
-    groups = [g for g, x in enumerate(counts) for g in [g] * x + [-1] * (-x % alignment)]
-    layout = torch.tensor(groups, dtype=torch.int32, device=device)
-    outputs = [_nan(512, n, device=device) for _ in range(2)]
+    b, layout = (
+        quantize_128x128(randn(4, n, k, device=device)),
+        layout_of(counts, alignment, device),
+    )
+    outputs = [nan(512, n, device=device) for _ in range(2)]
     kernels.m_grouped_fp8_gemm_nt_contiguous(a, b, outputs[0], layout)
     kernels.m_grouped_fp8_gemm_nt_contiguous(
         a=a,
@@ -67,26 +58,27 @@ def contiguous(device: str) -> Any:
     )
     offsets = torch.tensor([0, 100, 100, 230, 231], dtype=torch.int32, device=device)
     packed = quantize_1x128(randn(231, k, device=device))
-    outputs.append(_nan(231, n, device=device))
+    outputs.append(nan(231, n, device=device))
     kernels.m_grouped_fp8_gemm_nt_contiguous(packed, b, outputs[2], expert_offsets=offsets)
     return outputs
 
 
 @case
 def padding(device: str) -> Any:
-    x, b = quantize_1x128(randn(158, 200, device=device)), _weights(2, 136, 200, device)
+    x = quantize_1x128(randn(158, 200, device=device))
+    b = quantize_128x128(randn(2, 136, 200, device=device))
     groups = torch.tensor([0] * 5 + [-1] * 123 + [1] * 30, dtype=torch.int32, device=device)
-    d = _nan(158, 136, device=device)
+    d = nan(158, 136, device=device)
     kernels.m_grouped_fp8_gemm_nt_contiguous(x, b, d, groups, zero_padding=True)
     return d
 
 
 @case
 def masked(device: str) -> Any:
-    b = _weights(3, 136, 200, device)
+    b = quantize_128x128(randn(3, 136, 200, device=device))
     x = quantize_1x128(randn(3, 40, 200, device=device))
     masked_m = torch.tensor([7, 0, 40], dtype=torch.int32, device=device)
-    outputs = [_nan(3, 40, 136, device=device) for _ in range(2)]
+    outputs = [nan(3, 40, 136, device=device) for _ in range(2)]
     kernels.m_grouped_fp8_gemm_nt_masked(x, b, outputs[0], masked_m, 16)
     kernels.m_grouped_fp8_gemm_nt_masked(
         a=x,
@@ -118,7 +110,7 @@ def layouts(device: str) -> Any:
 @case
 def sm_limit(device: str) -> Any:
     a, b = _pair(40, 300, 512, device)
-    limits, d = [attempt(lambda: kernels.get_num_sms())], _nan(40, 300, device=device)
+    limits, d = [attempt(lambda: kernels.get_num_sms())], nan(40, 300, device=device)
     kernels.set_num_sms(num_sms=8)
     try:
         limits.append(kernels.get_num_sms())
@@ -131,7 +123,7 @@ def sm_limit(device: str) -> Any:
 @case
 def errors(device: str) -> Any:
     a, b = _pair(4, 8, 128, device)
-    d = _nan(4, 8, device=device)
+    d = nan(4, 8, device=device)
     layout = torch.zeros(4, dtype=torch.int32, device=device)
     return [
         attempt(lambda: kernels.fp8_gemm_nt(a, b, d[:3])),

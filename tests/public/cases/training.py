@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 import moefp8
 from moefp8.functional.training.weights import codes_stay, requantize
 
-from . import BF16, attempt, case, gpu_case, randn, step
+from . import BF16, attempt, case, gpu_case, randn, step, warm_up
 
 
 def _layer(device: str, **options: Any) -> moefp8.MoE:
@@ -98,12 +98,7 @@ def micro_batch_graph(device: str) -> Any:
         moefp8.FP8Linear(256, 128, device=device, trainable=True),
         randn(64, 256, device=device),
     )
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            linear(x).float().square().mean().backward()
-    torch.cuda.current_stream().wait_stream(side)
+    warm_up(lambda: linear(x).float().square().mean().backward())
     linear.weight.grad.zero_()
     graph = torch.cuda.CUDAGraph()
     with codes_stay(), torch.cuda.graph(graph):
@@ -121,12 +116,7 @@ def micro_batch_graph(device: str) -> Any:
 def layer_graph(device: str) -> Any:
     layer, x = _layer(device), randn(16, 136, device=device)
     with torch.inference_mode():
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(2):
-                layer(x)
-        torch.cuda.current_stream().wait_stream(side)
+        warm_up(lambda: layer(x))
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             y = layer(x)
