@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import torch
 
 from moefp8 import kernels
+from moefp8.distributed.expert_parallel import peers_launch
 from moefp8.functional import swiglu_backward_launch, swiglu_launch
 from moefp8.functional.training import swiglu_columns_launch
 from moefp8.kernels import jit
@@ -31,6 +32,7 @@ from moefp8.routing import (
     combine_launch,
     dispatch_launch,
     logits_launch,
+    plan_launch,
     top_k_backward_launch,
     top_k_launch,
 )
@@ -61,6 +63,9 @@ ARGUMENTS = {  # source of a kernel -> its last argument
     "logits": logits_launch._Arguments,
     "top_k": top_k_launch._Arguments,
     "top_k_backward": top_k_backward_launch._Arguments,
+    "plan": plan_launch._Arguments,
+    "push": peers_launch.PushArguments,
+    "give_back": peers_launch.GiveBackArguments,
 }
 
 
