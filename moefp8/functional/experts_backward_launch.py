@@ -242,7 +242,7 @@ def _prepare(
             is_first,
             _DX,
             of_choices=_OF_WEIGHTS,
-            word=None if combine is None else _WORD,
+            word=_WORD,
         ),
         programmatic=True,
     )

@@ -297,7 +297,7 @@ def prepare_experts(
             weights=_SCORES,
             out=_Y,
             addend=_ADDEND if has_addend else None,
-            word=None if combine is None else _WORD,
+            word=_WORD,
         ),
         programmatic=True,
     )

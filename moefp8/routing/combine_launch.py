@@ -130,6 +130,6 @@ def prepare_combine(
         ceil_div(num_units, threads),
         threads,
         (arguments,),
-        pointers(_Arguments, **sources._replace(of_choices=None)._asdict()),
+        pointers(_Arguments, **sources._replace(of_choices=None, word=None)._asdict()),
         programmatic=programmatic,
     )

@@ -5,6 +5,8 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ...kernels.common.checks import is_expanded
+
 Named = tuple[str, torch.Tensor]
 
 
@@ -12,7 +14,7 @@ def memory_problems(named: Iterable[Named]) -> Iterator[str]:
     """Yield a sentence for each tensor that is expanded or shares elements; tied ones come once."""
     found = [pair for pair in named if _has_memory(pair[1])]
     for name, tensor in found:
-        if _is_expanded(tensor):
+        if is_expanded(tensor):
             yield (
                 f"{name}: several of its elements are one place in memory, as expand makes it; "
                 "give it memory of its own by .clone()"
@@ -28,17 +30,6 @@ def _has_memory(tensor: torch.Tensor) -> bool:
     if is_traceable_wrapper_subclass(tensor) or tensor.layout is not torch.strided:
         return False
     return not tensor.is_meta and tensor.numel() > 0
-
-
-def _is_expanded(tensor: torch.Tensor) -> bool:
-    """Whether a step along an axis stays among the elements of the axes with smaller steps."""
-    extent = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1:
-            if stride < extent:
-                return True
-            extent += (size - 1) * stride
-    return False
 
 
 def _meeting(found: list[Named]) -> Iterator[tuple[Named, Named]]:

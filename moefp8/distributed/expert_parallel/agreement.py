@@ -27,11 +27,11 @@ class Call(NamedTuple):
     """What a rank is about to do.
 
     phase: an index into `PHASES`. layer: which layer of the group, by the order they were made in.
-    num_experts: E. dtype, devices: those of the tensors, as `codes_of` writes them. is_fp8: whether
-    tokens travel as FP8 codes. is_captured: whether a CUDA graph is being captured. asks: 1 if
-    hidden states or scores ask for a gradient, plus 2 if weights do, plus 4 under torch.no_grad().
-    num_tokens: T. has_failed: whether this rank's arguments are wrong, and then only phase and
-    layer mean something.
+    num_experts: E. dtype, devices: as `dtype_and_devices` gives them. is_fp8: whether tokens travel
+    as FP8 codes. is_captured: whether a CUDA graph is being captured. asks: 1 if hidden states or
+    scores ask for a gradient, plus 2 if weights do, plus 4 under torch.no_grad(). num_tokens: T.
+    has_failed: whether this rank's arguments are wrong, and then only phase and layer mean
+    something.
 
     Ranks may differ in the last three, and in no other.
     """
@@ -57,7 +57,7 @@ class Call(NamedTuple):
 _ALIKE = Call._fields[:-3]
 
 
-def codes_of(x: torch.Tensor, ids: torch.Tensor, scores: torch.Tensor) -> tuple[int, int]:
+def dtype_and_devices(x: torch.Tensor, ids: torch.Tensor, scores: torch.Tensor) -> tuple[int, int]:
     """`Call.dtype`, which is that of x, and `Call.devices`: two bits for the kind of each."""
     devices = 0
     for tensor in (x, ids, scores):
@@ -66,7 +66,7 @@ def codes_of(x: torch.Tensor, ids: torch.Tensor, scores: torch.Tensor) -> tuple[
     return FLOATS.index(x.dtype), devices
 
 
-def are_on_one(devices: int) -> bool:
+def are_of_one_kind(devices: int) -> bool:
     """Whether all tensors are on devices of one kind."""
     return devices % 0b010101 == 0
 
@@ -130,7 +130,7 @@ class Agreement:
         return calls
 
     def check_alike(self, **values: tuple[int, object]) -> None:
-        """Raise ValueError on all ranks if one has another value: a number, and what it means."""
+        """Raise ValueError on all ranks if numbers differ; values: (number, text for errors)."""
         with self.explaining("the first layer of a group"):
             everyone = self._gather_by_gloo([number for number, _ in values.values()])
         for (name, (_, own)), came in zip(values.items(), zip(*everyone, strict=True), strict=True):

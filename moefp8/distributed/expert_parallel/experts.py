@@ -32,7 +32,7 @@ from ...kernels.common.checks import (
 )
 from ...layers.experts import WEIGHTS, GroupedExperts
 from ...quant.quantize import quantize_1x128
-from .agreement import PHASES, Call, T, are_on_one, codes_of
+from .agreement import PHASES, Call, T, are_of_one_kind, dtype_and_devices
 from .local import LocalExperts
 from .needed import NeededByExchange
 from .shared_batch import SharedBatch
@@ -103,7 +103,7 @@ class ParallelExperts:
     ) -> torch.Tensor:
         call = self._told(layer, hidden_states, top_k_index, top_k_weights)
         calls = self.group.agreement.agree(call)
-        if not are_on_one(call.devices):  # the same on all ranks
+        if not are_of_one_kind(call.devices):  # the same on all ranks
             _check_device(hidden_states, top_k_index, top_k_weights)
         asks = _agreed(calls)
         exchange = self.group.exchange(calls, top_k_index)
@@ -128,7 +128,7 @@ class ParallelExperts:
             asks = _TOKENS * tokens | _WEIGHTS * weights
         captures = x.is_cuda and torch.cuda.is_current_stream_capturing()
         is_fp8 = not (layer.trainable or layer.runs_in_steps)
-        alike = self.num_experts, x.shape[1], ids.shape[1], *codes_of(x, ids, scores)
+        alike = self.num_experts, x.shape[1], ids.shape[1], *dtype_and_devices(x, ids, scores)
         return Call(0, self.number, *alike, is_fp8, captures, asks, len(x))
 
     def _rows_of(
@@ -168,7 +168,7 @@ class ParallelExperts:
             check_tensor(_LAYER, "addend", addend, (torch.bfloat16,), 2)
             check_shape(_LAYER, "addend", addend, x.shape, "[T, H] as hidden_states")
             check_same_device(_LAYER, hidden_states=x, addend=addend)
-        if are_on_one(codes_of(x, ids, scores)[1]):  # kinds of devices are agreed on
+        if are_of_one_kind(dtype_and_devices(x, ids, scores)[1]):  # kinds of devices are agreed on
             _check_device(x, ids, scores)
         if ids.is_cpu:
             check_choices(_LAYER, ids, self.num_experts)
@@ -189,7 +189,7 @@ class _Backward:
         self._group.agreement.agree(self._as("backward"))
 
     def agree_on_tokens(self) -> None:
-        """Of experts whose gradients come in two steps: that the second one is asked for."""
+        """Agree on the second step of trained experts and adapters: gradients of tokens."""
         self._group.agreement.agree(self._as("gradients of tokens"))
 
     def checked(self, check: Callable[[], T]) -> T:
@@ -321,6 +321,8 @@ def _any_experts(
     else:
         tokens, of_choices = _Dispatch.apply(exchange, backward, of_tokens, x, scores, dtype)
     exchange.keep_choices()
+    if anchor is not None:  # autograd may leave out the `combine` that looks
+        exchange.check_turn()
     rows = layer.compute(tokens, exchange.ids, of_choices).bfloat16()
     if anchor is None:
         return exchange.combine(rows)
@@ -333,9 +335,7 @@ def _dispatch(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens that came, in this dtype, and the scores of their choices, in memory of their own."""
     tokens, of_choices = exchange.dispatch(x, scores)
-    copies = tokens.to(dtype, copy=True), of_choices.clone()
-    exchange.check_turn()
-    return copies
+    return tokens.to(dtype, copy=True), of_choices.clone()
 
 
 class _Dispatch(torch.autograd.Function):

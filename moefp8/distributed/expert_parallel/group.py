@@ -20,7 +20,7 @@ Transport = Literal["auto", "peers", "collective"]
 TRANSPORTS: tuple[Transport, ...] = ("auto", "peers", "collective")
 # Keyed by process group. Values do not hold their keys, so what is destroyed leaves nothing here.
 _GROUPS: WeakKeyDictionary[Any, "ExpertGroup"] = WeakKeyDictionary()
-# On which a GPU has exchanged something, eagerly and in captures, and in which capture.
+# Keyed by GPU and whether it was captured: the stream of the last exchange, and its capture.
 _LAST_STREAMS: dict[tuple[torch.device, bool], tuple[torch.cuda.Stream, int | None]] = {}
 
 
@@ -65,17 +65,17 @@ class ExpertGroup:
         found = _GROUPS.get(group)
         if found is None:
             agreement = Agreement(group, timeout or TIMEOUT)
-            seconds, how = agreement.timeout.total_seconds(), transport or "auto"
+            seconds, chosen = agreement.timeout.total_seconds(), transport or "auto"
             agreement.check_alike(
                 timeout=(int(seconds * 1000), agreement.timeout),
-                transport=(TRANSPORTS.index(how), repr(how)),
+                transport=(TRANSPORTS.index(chosen), repr(chosen)),
             )
             found = _GROUPS[group] = cls(
                 dist.get_rank(group),
                 dist.get_world_size(group),
                 agreement,
                 Peers(group.group_name, agreement.group),
-                transport=how,
+                transport=chosen,
                 process_group=group,
             )
         for name, asked, known in (

@@ -7,7 +7,6 @@ routing of as many tokens.
 """
 
 from functools import lru_cache
-from itertools import count
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,7 +24,6 @@ from .peers_launch import CombineAndGiveBack, Place, Sizes, give_back, push
 if TYPE_CHECKING:
     from .group import ExpertGroup
 
-_CAPTURED_TURNS = count(1)  # numbers of turns that CUDA graphs hold
 OVERLAPS = (  # an assertion of PyTorch's has room for 254 characters
     "runs two exchanges of a group at once, as when CUDA graphs are replayed on two streams or "
     "beside an eager call; run them on one stream, or let each wait for the other (wait_stream)"
@@ -50,8 +48,8 @@ class PeerExchange:
         self._sizes = Sizes(most, call.top_k, call.num_experts, call.hidden_size)
         seconds = group.agreement.timeout.total_seconds()
         self._place = Place(group.rank, num_ranks, int(seconds * 1e9))
-        layer = call.layer, call.top_k, call.hidden_size, call.dtype
-        self._identity = *layer, *[x.num_tokens for x in calls]
+        alike = call.layer, call.top_k, call.hidden_size, call.dtype
+        self._identity = *alike, *[x.num_tokens for x in calls]
         self._given_back = GivenBack.of(num_ranks, most, call.hidden_size, call.top_k)
         self.ids, self._turn, self._number, self._is_backward = ids, 0, 0, False
 
@@ -82,10 +80,10 @@ class PeerExchange:
         received = Received.of(num_slots, h * dtype.itemsize, h, sizes.top_k)
         memory = self._group.memory_for(x.device, received.size, self._given_back.size)
         scores = None if scores is None else scores.contiguous()
-        # Hosts order what is not captured, so that turns of graphs alone are told apart.
-        number = next(_CAPTURED_TURNS) % 2**31 if current_driver().is_capturing() else 0
-        self._turn = (number << 32) + _signature_of(self._is_backward, *self._identity)
         self._number = self._group.number_turn()
+        # Hosts order eager turns: those of graphs alone need numbers that tell them apart.
+        number = self._number % 2**31 if current_driver().is_capturing() else 0
+        self._turn = (number << 32) + _signature_of(self._is_backward, *self._identity)
         given = x, self._choices, scores, min_amax
         push(memory, self._place, sizes, received, self._turn, *given)
         at = memory.receiving_at
@@ -136,11 +134,12 @@ class PeerExchange:
     def check_turn(self) -> None:
         """End all work of the GPU if another turn has begun, as what was copied may be of that one.
 
-        Only replays of graphs can overlap, and turns that results answer are checked by `combine`.
+        Only replays of graphs can overlap. Where `combine` follows, it looks itself.
         """
         if self._sizes.max_tokens > 0 and self._group.memory.was_captured:
             is_right = self._group.memory.turn == self._turn
-            torch._assert_async(is_right, f"ExpertParallel: rank {self._place.rank} {OVERLAPS}")
+            rank = self._group.agreement.ranks[self._place.rank]  # as `watch` names it
+            torch._assert_async(is_right, f"ExpertParallel: rank {rank} {OVERLAPS}")
 
     def keep_choices(self) -> None:
         """Own the choices, which the group's memory holds until the next dispatch."""
@@ -174,7 +173,7 @@ class PeerExchange:
 
 @lru_cache(4096)
 def _signature_of(*identity: int) -> int:
-    """What all ranks must be at when they meet: the phase, the layer, which tokens each has."""
+    """Mix what ranks must agree on: forward or backward, layer, k, H, dtype, each rank's T."""
     mixed = 0
     for x in identity:
         mixed = (mixed * 1_000_003 + x + 1) % (2**32 - 5)

@@ -161,8 +161,8 @@ def push(
     """Push tokens [T, H] on the current stream, and wait there for those of the other ranks.
 
     Args:
-        turn: what begins: the signature, below 2^32 - 1, which must be that of all ranks, plus
-            2^32 times a number that tells this rank's turns of several streams apart.
+        turn: the turn that begins: the signature, below 2^32 - 1, which must be that of all ranks,
+            plus 2^32 times a number that tells this rank's turns of several streams apart.
         x: [T, H], columns lie side by side; or [T, 0], for a turn that only brings results back.
         ids: int32 or int64 [T, k], contiguous.
         scores: fp32 [T, k], contiguous, which go with the ids to all slots of all ranks; or None.
@@ -179,7 +179,7 @@ def push(
         at, word = memory.receiving_at, x.element_size()
         (num_tokens, h), top_k = x.shape, sizes.top_k
         given_back = _given_back(place, sizes)
-        pitch = x.stride(0) * word if num_tokens > 1 else h * word
+        pitch = (x.stride(0) if num_tokens > 1 else sizes.hidden_size) * word
         arguments = PushArguments(
             ranks=_ranks_of(place),
             choices=_Choices(

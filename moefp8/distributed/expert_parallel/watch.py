@@ -1,4 +1,4 @@
-"""Who says what has gone wrong on a GPU, as PyTorch only says that a launch has failed."""
+"""Print what has gone wrong on a GPU: PyTorch only says that a launch has failed."""
 
 import atexit
 import sys

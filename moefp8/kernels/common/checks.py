@@ -65,12 +65,20 @@ def check_rows_contiguous(op: str, name: str, x: torch.Tensor) -> None:
         )
 
 
+def is_expanded(x: torch.Tensor) -> bool:
+    """Whether a step along an axis stays among the elements of the axes with smaller steps."""
+    extent = 1
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size > 1:
+            if stride < extent:
+                return True
+            extent += (size - 1) * stride
+    return False
+
+
 def check_not_expanded(op: str, name: str, x: torch.Tensor) -> None:
-    """Check that rows of `x`, which is written, have memory of their own."""
-    expanded = any(
-        not stride and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True)
-    )
-    if expanded and x.numel():
+    """Check that elements of `x`, which is written, have memory of their own."""
+    if x.numel() and is_expanded(x):
         raise ValueError(
             f"{op}: {name} must not be expanded, since it is written, got strides "
             f"{list(x.stride())} for shape {list(x.shape)}; give one that torch.empty makes"

@@ -208,12 +208,12 @@ def m_grouped_fp8_gemm_nt_contiguous(
     expert_offsets: torch.Tensor | None = None,
     zero_padding: bool = False,
 ) -> None:
-    """Write `d[r] = dequantize(a)[r] @ dequantize(b)[group of r].T`, and no row of padding.
+    """Write `d[r] = dequantize(a)[r] @ dequantize(b)[group of r].T` for all rows of groups.
 
     Args:
         a: (e4m3 [M, K], fp32 scale_inv [M, ceil(K/128)]). Padding rows may hold anything.
         b: (e4m3 [G, N, K], fp32 scale_inv [G, ceil(N/128), ceil(K/128)]).
-        d: bf16 [M, N]; rows of padding are left untouched.
+        d: bf16 [M, N]; rows of padding are left untouched, unless zero_padding is set.
         grouped_layout: int32 [M], DeepGEMM's contract: the group of every row, -1 for padding.
             Rows of a group follow each other, from a multiple of
             `get_mk_alignment_for_contiguous_layout()` on; padding follows them.

@@ -205,7 +205,7 @@ class Launch:
         return ctypes.addressof(self._parameters)
 
     def has_arguments(self, parameters: int | None) -> bool:
-        """Whether a node with these `parameters`, or None, has the same bytes as arguments."""
+        """Whether a node has arguments of the same bytes; parameters: where their addresses are."""
         if not parameters:
             return False
         others = (c_void_p * len(self._sizes)).from_address(parameters)

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from moefp8.distributed.expert_parallel.agreement import Call
 from moefp8.distributed.expert_parallel.experts import ParallelExperts
 from moefp8.distributed.expert_parallel.group import ExpertGroup
 from moefp8.distributed.expert_parallel.local import LocalExperts
@@ -187,25 +188,53 @@ def test_a_backward_meets_no_forward(gpu):
 
 
 class AnotherBegins(TorchDispatchMode):
-    """Before each copy, a graph on another stream begins a turn of the group."""
+    """Before each copy of a dtype, a graph on another stream begins a turn of the group."""
 
-    def __init__(self, group: ExpertGroup) -> None:
+    def __init__(self, group: ExpertGroup, dtype: torch.dtype) -> None:
         super().__init__()
-        self.group = group
+        self.group, self.dtype = group, dtype
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten.clone.default:
+        if func is torch.ops.aten.clone.default and args[0].dtype == self.dtype:
             self.group.memory.turn.add_(1)
         return func(*args, **kwargs or {})
 
 
-def test_a_turn_that_is_overwritten_before_it_is_read_is_an_error(gpu):
-    """No results answer gradients of weights alone, so `combine` looks at nothing."""
+@pytest.mark.parametrize(
+    ("way", "dtype"), [("plain", torch.bfloat16), ("checkpointed", torch.int32)]
+)
+def test_a_turn_that_is_overwritten_before_it_is_read_is_an_error(gpu, way, dtype):
+    """No results answer gradients of weights alone, nor what is computed again for them.
+
+    dtype: of gradients that came, of choices. The error names the rank as all ranks do.
+    """
     group = group_of_one()
-    block, gpu.capture = Block(ParallelExperts(group, E), 0), 1
-    y = block(torch.randn(T, H))
-    with AnotherBegins(group), pytest.raises(RuntimeError, match="rank 0 runs two exchanges"):
-        torch.autograd.grad(y, [block.scale], torch.randn(T, H))
+    group.agreement.ranks = [4]
+    blocks, gpu.capture = [Block(ParallelExperts(group, E), seed) for seed in range(2)], 1
+    y = WAYS[way](blocks, torch.randn(T, H))
+    says = pytest.raises(RuntimeError, match="rank 4 runs two exchanges")
+    with AnotherBegins(group, dtype), says:
+        torch.autograd.grad(y, [blocks[0].scale], torch.randn(T, H))
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 2])
+def test_what_is_pushed_again_runs_kernels_that_are_precompiled(gpu, num_tokens):
+    """Tokens of no columns, of a size that 8 does not divide."""
+    size, group = 65, group_of_one()
+    scale = nn.Parameter(torch.randn(E, size))
+    layer = LocalExperts(size, 0, E, lambda *z: scaled(scale, *z), [scale])
+    ids, scores = torch.zeros(num_tokens, K, dtype=torch.int64), torch.rand(num_tokens, K)
+    x = torch.randn(num_tokens, size, dtype=torch.bfloat16, requires_grad=True)
+    one, other = (ParallelExperts(group, E) for _ in range(2))
+    needed = one.needed().kernels(
+        size, [torch.bfloat16], 2, gpu.num_sms(0), are_codes=False, backward=True
+    )
+    exchange = group.exchange([Call(0, 0, E, size, K, num_tokens=num_tokens)], ids)
+    exchange.dispatch(x.detach(), scores)
+    other(layer, x, ids, scores, None)
+    exchange.combine(torch.zeros(num_tokens, size, dtype=torch.bfloat16))
+    launched = {made.kernel for made in gpu.launched if made.kernel.source == PUSH[0].source}
+    assert launched <= {*needed}
 
 
 def test_an_exchange_that_an_exception_ends(gpu):
