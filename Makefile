@@ -10,8 +10,8 @@ BIN    := .venv/bin
 JOBS   ?= auto
 WORKERS = --numprocesses $(JOBS) --durations 10 --durations-min 5
 ON_CPU  = -m 'not gpu' $(WORKERS) --dist worksteal
-# By groups (xdist_group): the processes that a test starts for ranks are not started by each worker. In the order of
-# tests/workers.py, so that workers do not wait for each other's kernels.
+# Tests of one xdist_group share a worker, so that processes of ranks start once. tests/workers.py orders the groups, so
+# that workers do not wait for each other's kernels.
 ON_GPU  = $(WORKERS) --dist loadgroup --no-loadscope-reorder
 # Another Python that has all packages, on a machine without network: nothing is installed.
 WITH   ?= $(BIN)/python

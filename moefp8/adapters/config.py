@@ -107,7 +107,10 @@ def _first(
     """
     names = {target.name, join(target.path, target.parameter)}
     if patterns and max(map(len, names)) > MAX_NAME:
-        raise TimeoutError(f"{target.name[:200]!r} has more than {MAX_NAME} characters")
+        raise ValueError(
+            "load_lora: rank_pattern and alpha_pattern are matched with names of at most "
+            f"{MAX_NAME} characters, got {target.name[:200]!r}; remove both from {CONFIG}"
+        )
     starts = {name: [0, *(i + 1 for i, x in enumerate(name) if x == ".")] for name in names}
     for pattern, value in patterns.items():
         deadline.check(f"to match them up to {pattern.pattern!r} took too long")

@@ -26,9 +26,10 @@ def load_lora(model: nn.Module, directory: str | os.PathLike[str]) -> list[str]:
 
     A model without adapters gets those of the files, as `add_lora` would add them, in the dtype of
     the files, each of the rank that PEFT's `rank_pattern` and `alpha_pattern` say. These regular
-    expressions take bounded time, and may have no flags, named groups, references to groups or
-    lookbehinds. Otherwise both must be the same but for dtypes. Of experts that `moefp8.shard` cut,
-    a rank takes its own. Dropout in training is not carried over.
+    expressions must be simple: at most 200 characters and three repeats, no repeated group, no
+    flags, named groups, references or lookbehinds. Otherwise both must be the same but for dtypes.
+    Of experts that `moefp8.shard` cut, a rank takes its own. Dropout in training is not carried
+    over.
 
     Returns:
         The names of the weights that have an adapter.

@@ -31,6 +31,7 @@ from .model.record import Record, recall
 from .model.skeleton import skeleton_around
 from .model.slots import Inventory, ModelTensor, Role, Slot, not_dense
 
+Leaves = tuple[str, ...]  # what the loader of stacked experts calls gate, up and down of one
 _LEAVES = ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")
 
 
@@ -42,10 +43,9 @@ def save_checkpoint(
     Experts are written one by one under DeepSeek's names, other tensors under the model's; in a
     model of transformers, under the names that its loader stacks, or as stacks if it knows no
     others. What `load_checkpoint` filled gets its checkpoint's names and config.json back. MTP
-    layers, which no
-    model holds, are not written, and config.json then says so. A tied tensor is written once.
-    Master weights are written as plain weights in their dtype, and config.json says nothing of FP8
-    if nothing else is; `freeze` the model first to write FP8.
+    layers, which no model holds, are not written, and config.json then says so. A tied tensor is
+    written once. Master weights are written as plain weights in their dtype, and config.json says
+    nothing of FP8 if nothing else is; `freeze` the model first to write FP8.
     A model of more than max_shard_bytes is split into shards with an index. Adapters, of which a
     warning tells, have files of their own: `moefp8.adapters.save_lora`.
 
@@ -91,9 +91,6 @@ def _check_whole(model: nn.Module) -> None:
             f"({sharded[0]}, ...); a checkpoint is of a whole model: save it before shard or "
             "expert_parallel, or keep the state_dict() of every rank"
         )
-
-
-Leaves = tuple[str, ...]  # what the loader of stacked experts calls gate, up and down of one
 
 
 def _expert_leaves(model: nn.Module, inventory: Inventory, record: Record) -> dict[str, Leaves]:
@@ -146,7 +143,7 @@ def _named_tensors(
 def _slots_to_save(
     inventory: Inventory, record: Record, leaves: dict[str, Leaves]
 ) -> Iterator[Slot]:
-    """Yield every part once, and a stacked tensor whole if its loader wants it so, or had it so."""
+    """Yield every part once; a stack whole if loaders know no parts, or the checkpoint had none."""
     whole: set[ModelTensor] = set()
     for slot in inventory.slots.values():
         was_whole = slot.name in record.names or slot.weight_name in record.names
@@ -176,8 +173,7 @@ def _config(
     config = dict(record.config)
     own: Any = getattr(model, "config", None)
     if not config and hasattr(own, "to_dict"):
-        config = own.to_dict()
-        config.pop("quantization_config", None)  # it is a plug-in's; what is written is plain fp8
+        config = without_quantization(own.to_dict())  # what is written is plain fp8
     has_fp8 = any(slot.role is Role.WEIGHT for slot in inventory.parts.values())
     if not has_fp8:  # what was loaded in FP8 may be master weights now
         return without_quantization(config)

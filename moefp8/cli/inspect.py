@@ -1,7 +1,8 @@
 """Show what a checkpoint holds and what is wrong with it, with no model and no GPU.
 
-Headers, config.json and all scales are read, but no weights unless --weights asks for it. The
-status is 1 if there is an error, which is what load_checkpoint refuses; a note is none.
+Headers, config.json and all scales are read, but weights only if --weights asks for it, or if
+nothing else tells how gate and up were cut into blocks. The status is 1 if there is an error, which
+is what load_checkpoint refuses; a note is none.
 """
 
 import argparse

@@ -219,7 +219,9 @@ class FP8Quantizer(HfQuantizer):
         )
         self.quantization_config.kept = sorted({*plan.kept, *trained})
         self.quantization_config.says_separate = any(
-            isinstance(module, GroupedExperts) and has_ambiguous_blocks(module.intermediate_size)
+            isinstance(module, GroupedExperts)
+            and not module.trainable
+            and has_ambiguous_blocks(module.intermediate_size)
             for module in model.modules()
         )
         conversions = self.update_weight_conversions(self._known, model)
@@ -325,8 +327,9 @@ def _refuse_fp8(found: Iterator[Entry] | Iterator[str]) -> None:
     if (first := next(found, None)) is not None:
         raise CheckpointError(
             f"{first}: FP8, but the model's config has no quantization_config, so its scales would "
-            "be left out; fetch the checkpoint's own config.json, or use moefp8.load_checkpoint, "
-            "which goes by the scales"
+            "be left out; fetch the checkpoint's own config.json, pass "
+            "config=moefp8.hf.pretrained_config(path), or use moefp8.load_checkpoint, which goes "
+            "by the scales"
         )
 
 

@@ -1,1 +1,1 @@
-"""What rooms share of the operating system: files, threads and forks, the terminal."""
+"""What rooms share: files, threads and forks, the terminal, regular expressions of strangers."""

@@ -263,3 +263,15 @@ def test_an_empty_directory_is_filled(tmp_path):
     for size in (0, float("nan")):
         with pytest.raises(ValueError, match="max_shard_bytes"):
             save_checkpoint(nn.Linear(2, 2), tmp_path / "other", max_shard_bytes=size)
+
+
+def test_a_model_of_no_transformers_imports_none_of_its_models(tmp_path):
+    """It would take seconds."""
+    pytest.importorskip("transformers")
+    program = (
+        "import sys, transformers, moefp8; from torch import nn\n"
+        f"moefp8.save_checkpoint(nn.Linear(8, 8), {str(tmp_path / 'saved')!r})\n"
+        "sys.exit('transformers.modeling_utils' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

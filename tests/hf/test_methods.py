@@ -1,5 +1,6 @@
 """Formats that are not ours are refused by name; no advice calls them by another name."""
 
+import json
 import shutil
 
 import pytest
@@ -98,6 +99,32 @@ def test_other_places_in_a_config_are_looked_at(checkpoint, place, tmp_path):
     assert "'modelopt'" in inspect_checkpoint(path).anomalies[0].examples[0]
     if place == "compression_config":  # a Llama has no other
         assert "'modelopt'" in refusal(fp8_of, path)
+    with pytest.raises(ValueError, match="quant_method 'modelopt', a format"):
+        pretrained_config(str(path))
+
+
+def test_a_format_in_another_place_is_loaded_and_saved_in_one(checkpoint, tmp_path):
+    if CODES not in tensors_of(checkpoint):
+        pytest.skip("of weights in 16 bits")
+    path, target = shutil.copytree(checkpoint, tmp_path / "s"), tmp_path / "t"
+    says(path, "fp8")
+    stored = quantization_of(path)
+    change_config(path, "quantization_config", compression_config=stored)
+    model = AutoModelForCausalLM.from_pretrained(path, config=pretrained_config(str(path)))
+    assert_same_tensors(model.state_dict(), tensors_of(path))
+    moefp8.save_checkpoint(model, target)
+    assert "compression_config" not in json.loads((target / "config.json").read_text())
+    assert quantization_of(target)["quant_method"] == "fp8"
+
+
+def test_a_config_that_says_nothing_of_quantization_counts_for_nothing(checkpoint, tmp_path):
+    if CODES in tensors_of(checkpoint):
+        pytest.skip("of codes")
+    path = shutil.copytree(checkpoint, tmp_path / "s")
+    change_config(path, quantization_config={})
+    assert inspect_checkpoint(path).is_loadable
+    moefp8.load_checkpoint(places_of(path), path)
+    quantize_checkpoint(path, tmp_path / "t", progress=False)
 
 
 def test_a_pickle_beside_a_config_that_says_another_format(checkpoint, tmp_path):

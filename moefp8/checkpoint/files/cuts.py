@@ -20,7 +20,7 @@ def are_separate(weight: Entry, file: int) -> bool:
     of the right cut has that code, or zeros alone, and some blocks of the wrong cut have neither.
     Other quantizers leave out that code in places, most likely in the last blocks, which have fewer
     rows. So 16 blocks of the wrong cut must lack it, without the last ones. All experts are read,
-    unless they are larger than any is.
+    unless one has more than 256 MiB.
     """
     num_experts, num_rows, num_columns = weight.shape
     if num_rows < 2 * BLOCK or num_rows * num_columns > _MAX_BYTES:

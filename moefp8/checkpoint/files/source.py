@@ -201,7 +201,7 @@ def disagreement(source: Source, entries: Iterable[Entry]) -> str | None:
     is_plain = dtypes <= set(PLAIN_DTYPES)
     is_quantized = not is_plain if problem else FP8 in dtypes  # our formats store E4M3
     is_part = source.path.is_file() and source.path.name != SINGLE_NAME
-    if is_part or is_quantized or not dtypes or quantization_of(source.config) is None:
+    if is_part or is_quantized or not dtypes or not quantization_of(source.config):
         return None
     way_out = (
         "these weights are not quantized: load or quantize them from a directory whose config.json "

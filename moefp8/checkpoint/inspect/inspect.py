@@ -64,6 +64,7 @@ def inspect_checkpoint(
 ) -> Inspection:
     """Read headers, config.json and all scales; go on with what is whole if something is broken.
 
+    Codes of experts are read where nothing else tells how gate and up were cut into blocks.
     path: as in load_checkpoint. weights: read all FP8 weights too, and look for NaN.
     progress: show a bar on stderr for weights; None means if it is a terminal.
     Raises CheckpointError if there is nothing at path that could be a checkpoint.
@@ -102,8 +103,10 @@ def _layer_name(key: str) -> str:
 
 def _check_cuts(contents: Contents) -> Iterator[Anomaly]:
     """Find stacks of gate and up whose cut follows neither from config.json, shapes nor codes."""
+    if says_separate(contents.config):
+        return
     block = contents.block()
-    for name, scale in () if says_separate(contents.config) else contents.scales.items():
+    for name, scale in contents.scales.items():
         weight = contents.weights.get(name)
         if weight is None or weight.dtype != FP8 or not is_ambiguous(name, weight.shape, block):
             continue

@@ -52,7 +52,8 @@ def load_checkpoint(
 
     1. Read the headers of all shards. 2. Match them to the model; every place must have its key,
     and every key its place, but for MTP layers and rotary tables. 3. Read the scales, 1/4096 of the
-    bytes: all must be finite. 4. Materialise what is on meta. 5. Read, each byte once.
+    bytes: all must be finite; and codes, where these alone tell how gate and up were cut into
+    blocks. 4. Materialise what is on meta. 5. Read, each byte once.
 
     A tensor of another float dtype is cast to the model's, except that scales are upcast to FP32
     exactly, FP8 is taken as it is, and an FP32 e_score_correction_bias stays FP32. FP8 weights are

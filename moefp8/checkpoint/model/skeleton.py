@@ -57,8 +57,8 @@ class Skeleton:
 
     def is_merged(self, key: str, name: str) -> bool:
         """Whether a loader stacks the weight of one expert that has this key into that of name."""
-        made = self.conversion_of(key)
-        return made is not None and made[0] == name and "MergeModulelist" in names_of(made[1])
+        found = self.conversion_of(key)
+        return found is not None and found[0] == name and "MergeModulelist" in names_of(found[1])
 
     def is_found(self, key: str, name: str) -> bool:
         """Whether a loader takes a weight of this key, and its scales, for those of name."""
@@ -121,8 +121,8 @@ def skeleton_of(config: Mapping[str, Any], num_tensors: int = 0) -> Skeleton | s
 
 def skeleton_around(model: Any) -> Skeleton | None:
     """Return the skeleton of a model that transformers made, and None for any other model."""
-    kind: Any = getattr(sys.modules.get("transformers"), "PreTrainedModel", ())
-    if not isinstance(model, kind):
+    modeling: Any = sys.modules.get("transformers.modeling_utils")  # loaded for such a model
+    if modeling is None or not isinstance(model, modeling.PreTrainedModel):
         return None
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from ...layers import Conversion
 from ..errors import raise_if_any
+from ..files.config import quantization_of
 from ..files.header import TORCH_DTYPES, Entry
 from ..files.names import weight_of_scale
 from ..files.source import Source, disagreement
@@ -30,7 +31,7 @@ class Selection:
 def select(source: Source, skip: Sequence[str] = ()) -> Selection:
     """Select as `quantize_checkpoint` tells, by the model or by names.
 
-    Stacks of experts are taken apart since gate and up have scale blocks of their own. Raises
+    Stacks of experts are taken apart, unless loaders know them as stacks alone. Raises
     CheckpointError for a source that is quantized already, holds experts of another make or weights
     of another dtype, or nothing to quantize; ValueError for a name in skip that matches nothing.
     """
@@ -69,14 +70,13 @@ def _check_skip(source: Source, skip: Sequence[str], skeleton: Skeleton | str) -
 
 
 def _quantized_already(source: Source) -> list[str]:
-    problems = [
-        f"config.json: has a {key} ({config[key]}); give the checkpoint that it was made from"
-        for config in (source.config, source.config.get("text_config"))
-        for key in ("quantization_config", "compression_config")
-        if isinstance(config, dict) and config.get(key)
-    ]
-    if problems and (problem := disagreement(source, source.entries.values())):
-        problems = [problem]  # of weights that are not quantized, it says how they can be
+    problems = []
+    if stated := quantization_of(source.config):
+        problems.append(
+            disagreement(source, source.entries.values())  # of 16-bit weights it says the way out
+            or f"config.json: has a quantization_config ({stated}); give the checkpoint that it "
+            "was made from"
+        )
     for key, entry in source.entries.items():
         weight = weight_of_scale(key)
         if entry.dtype not in TORCH_DTYPES or entry.dtype.startswith("F8_"):

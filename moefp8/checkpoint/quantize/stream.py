@@ -136,18 +136,18 @@ def _bands(job: _Job, move: Move, k: int) -> Iterator[tuple[Piece, int, torch.Te
     begin = 0
     for piece in move.pieces:
         end = begin + piece.num_rows(k)
-        stored = torch.empty(k, end - begin if piece.is_transposed else 0, dtype=piece.dtype)
-        if stored.numel():
-            job.read(piece, 0, stored)
+        stored = None
+        if piece.is_transposed:
+            stored = job.read(piece, 0, torch.empty(k, end - begin, dtype=piece.dtype))
         first = begin
         while first < end:
             num_rows = min(step, move.part_rows - first % move.part_rows, end - first)
             offset = first - begin
-            if piece.is_transposed:
-                band = stored.t()[offset : offset + num_rows]
-            else:
+            if stored is None:
                 band = torch.empty(num_rows, k, dtype=piece.dtype)
                 job.read(piece, offset * k * piece.dtype.itemsize, band)
+            else:
+                band = stored.t()[offset : offset + num_rows]
             yield piece, first, band
             first += num_rows
         begin = end
