@@ -78,7 +78,7 @@ def is_expanded(x: torch.Tensor) -> bool:
 
 def check_not_expanded(op: str, name: str, x: torch.Tensor) -> None:
     """Check that elements of `x`, which is written, have memory of their own."""
-    if x.numel() and is_expanded(x):
+    if x.numel() and not x.is_contiguous() and is_expanded(x):
         raise ValueError(
             f"{op}: {name} must not be expanded, since it is written, got strides "
             f"{list(x.stride())} for shape {list(x.shape)}; give one that torch.empty makes"
