@@ -3,6 +3,8 @@
 import ctypes
 import gc
 import shutil
+import subprocess
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -44,6 +46,20 @@ def allocated() -> int:
     empty = torch.empty(0, device="cuda", requires_grad=True)
     (empty * 1).backward(torch.empty_like(empty))
     return torch.cuda.memory_stats().get("requested_bytes.all.current", 0)
+
+
+def bytes_of_processes() -> Counter[int]:
+    """What each process has of all GPUs, by its id; empty where the driver does not tell.
+
+    What is free of a GPU changes with all that run beside a test.
+    """
+    ask = "nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"
+    lines = subprocess.run(ask, capture_output=True, text=True, check=True).stdout.splitlines()
+    used: Counter[int] = Counter()
+    for pid, mib in (line.split(", ") for line in lines):
+        if mib.isdigit():
+            used[int(pid)] += int(mib) << 20
+    return used
 
 
 def places_of(device: str) -> list[str]:

@@ -2,7 +2,6 @@
 
 import gc
 import os
-import subprocess
 import time
 from typing import NamedTuple
 
@@ -13,7 +12,7 @@ from moefp8.functional.expert_configs import Sizes
 from moefp8.functional.workspace import Workspace
 from moefp8.kernels import jit
 from tests.functional.cases import inputs, run, weights_of
-from tests.gpu import NEEDS_GPU
+from tests.gpu import NEEDS_GPU, bytes_of_processes
 from tests.kernels.leaks import Mix, resident_bytes
 from tests.kernels.ruin import full_memory
 
@@ -37,13 +36,10 @@ def usage() -> Usage:
 
 
 def bytes_of_process() -> int:
-    """What this process alone has of the GPU: other processes take and free memory, too."""
-    ask = "nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"
-    lines = subprocess.run(ask, capture_output=True, text=True, check=True).stdout.splitlines()
-    used = dict(line.split(", ") for line in lines)
-    if str(os.getpid()) not in used:
-        pytest.skip(f"nvidia-smi does not tell what this process uses: {lines}")
-    return int(used[str(os.getpid())]) * MIB
+    used = bytes_of_processes()
+    if os.getpid() not in used:
+        pytest.skip(f"nvidia-smi does not tell what this process uses: {used}")
+    return used[os.getpid()]
 
 
 @pytest.mark.parametrize("num_calls", [20_000, pytest.param(1_000_000, marks=pytest.mark.fuzz)])

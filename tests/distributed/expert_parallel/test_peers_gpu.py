@@ -36,7 +36,7 @@ from tests.distributed.expert_parallel.gpu_ranks import (
 )
 from tests.distributed.expert_parallel.looping_rank import SECONDS
 from tests.distributed.ranks import Ranks, ranks
-from tests.gpu import NEEDS_GPU, NEEDS_TWO_GPUS, slow
+from tests.gpu import NEEDS_GPU, NEEDS_TWO_GPUS, bytes_of_processes, slow
 
 pytestmark = NEEDS_GPU
 KINDS = {
@@ -246,10 +246,8 @@ def test_ranks_share_no_gpu_unless_all_say_so(aware, tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["graph", "eager"])
 def test_a_process_that_is_killed_ends_the_others_in_time(way, tmp_path):
-    """They say why, and leave their GPUs as free as these were."""
+    """They say why, and keep nothing of their GPUs."""
     num_ranks = torch.cuda.device_count()
-    torch.cuda.synchronize()
-    free = [torch.cuda.mem_get_info(i)[0] for i in range(num_ranks)]
     module = "tests.distributed.expert_parallel.looping_rank"
     processes = [
         subprocess.Popen(
@@ -263,6 +261,7 @@ def test_a_process_that_is_killed_ends_the_others_in_time(way, tmp_path):
     try:
         for process in processes:
             assert process.stdout.readline() == "loops\n", process.stderr.read()[-2000:]
+        used = bytes_of_processes()
         processes[1].kill()
         killed = time.monotonic()
         processes[1].wait()
@@ -277,5 +276,7 @@ def test_a_process_that_is_killed_ends_the_others_in_time(way, tmp_path):
         for process in processes:
             process.kill()
             process.wait()
-    for rank, before in enumerate(free):
-        assert torch.cuda.mem_get_info(rank)[0] >= before - (64 << 20)
+    pids = {process.pid for process in processes}
+    if not pids <= used.keys():
+        pytest.skip(f"nvidia-smi does not tell what {pids} use: {used}")
+    assert not pids & bytes_of_processes().keys()
