@@ -34,7 +34,12 @@ def work(
     seconds: float,
     queue: Any,
 ) -> None:
-    """Time all cases; rank 0 puts each row on the queue, then None."""
+    """Time all cases; rank 0 puts each row on the queue, then None.
+
+    A process has one thread, as `torchrun` gives it: threads for all cores in each of two made the
+    host's part of an exchange over NCCL take 150 ms in place of 4.
+    """
+    torch.set_num_threads(1)
     torch.cuda.set_device(rank)
     device = torch.device("cuda", rank)
     timeout = timedelta(minutes=2)
