@@ -37,7 +37,7 @@ from tests.checkpoint.cases import (
     read,
     write,
 )
-from tests.layers.plain_experts import PlainExperts
+from tests.layers.conversion.plain_experts import PlainExperts
 
 BLOCK = CONFIG["quantization_config"]
 

@@ -186,7 +186,7 @@ def test_experts_name_bad_input(inputs, message):
         GroupedExperts(E, H, I)(*inputs)
 
 
-def of_vector() -> nn.Linear:
+def linear_with_1d_weight() -> nn.Linear:
     linear = nn.Linear(8, 8)
     linear.weight = nn.Parameter(torch.ones(8))
     return linear
@@ -199,9 +199,12 @@ def of_vector() -> nn.Linear:
         (lambda: FP8Linear(8, 8)(torch.ones(2, 9)), r"in_features = 8, got shape \[2, 9\]"),
         (lambda: FP8Linear(8, 8)(torch.ones(2, 8, dtype=torch.int64)), "got int64"),
         (lambda: FP8Linear.from_linear(nn.Identity()), "expected nn.Linear, got"),
-        (lambda: FP8Linear.from_linear(of_vector()), "from_linear: weight must have 2 dimensions"),
         (
-            lambda: FP8Linear.from_linear(of_vector(), trainable=True),
+            lambda: FP8Linear.from_linear(linear_with_1d_weight()),
+            "from_linear: weight must have 2 dimensions",
+        ),
+        (
+            lambda: FP8Linear.from_linear(linear_with_1d_weight(), trainable=True),
             "from_linear: weight must have 2 dimensions",
         ),
         (lambda: GroupedExperts(2, 8, 8, layout="ragged"), "layout must be .*, got 'ragged'"),

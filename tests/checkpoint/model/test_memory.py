@@ -15,7 +15,7 @@ from moefp8.checkpoint import (
 )
 from moefp8.layers import GroupedExperts
 from tests.checkpoint.cases import CONFIG, E, H, assert_same_tensors, read, refuse, write
-from tests.layers.plain_experts import PlainExperts
+from tests.layers.conversion.plain_experts import PlainExperts
 
 
 def pair_of(a: torch.Tensor, b: torch.Tensor) -> nn.Module:

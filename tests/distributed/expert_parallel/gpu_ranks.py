@@ -154,10 +154,10 @@ def replayed_gradients(is_late: bool, kind: Kind, tokens: list[Tokens]) -> list[
     graph, same = torch.cuda.CUDAGraph(), []
     with torch.cuda.graph(graph), late(is_late):
         out = compute()
-    for z, of_z in zip(given, wanted, strict=True):
+    for z, results in zip(given, wanted, strict=True):
         take(z)
         graph.replay()
-        same += [torch.equal(a, b) for a, b in zip(out, of_z, strict=True)]
+        same += [torch.equal(a, b) for a, b in zip(out, results, strict=True)]
     same += [torch.equal(a, b) for a, b in zip(compute(), wanted[-1], strict=True)]
     return same
 

@@ -29,7 +29,7 @@ def gather_anew(
 ) -> None:
     """As FSDP2 frees and fills what it gathers: versions stay as they are.
 
-    pool: what lies in it alone gets its old address again.
+    pool: an allocation gets its old address again if nothing else is in it.
     """
     storage = weight.untyped_storage()
     size = storage.nbytes()

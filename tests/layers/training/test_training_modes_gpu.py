@@ -10,7 +10,14 @@ from moefp8 import MoE
 from moefp8.functional.training.weights import codes_stay, requantize
 from tests.functional.cases import tokens_of
 from tests.gpu import NEEDS_GPU, no_synchronisation, slow
-from tests.layers.training_mode_cases import WGRADS, Found, assert_same_bits, found_by, given, make
+from tests.layers.training.training_mode_cases import (
+    WGRADS,
+    Found,
+    assert_same_bits,
+    found_by,
+    given,
+    make,
+)
 
 pytestmark = [*NEEDS_GPU, pytest.mark.filterwarnings("error:.*portable PyTorch body")]
 T, H = 300, 256

@@ -32,3 +32,26 @@ class PlainExperts(nn.Module):
             part = self.expert(hidden_states[token], expert)
             y.index_add_(0, token, top_k_weights[token, choice, None] * part)
         return y
+
+
+class DbrxLike(nn.Module):
+    """Gate, up and down's transpose, each [E * I, H], in a child called mlp."""
+
+    def __init__(self, num_experts=4, hidden_size=64, intermediate_size=40):
+        super().__init__()
+        self.num_experts, self.mlp = num_experts, nn.Module()
+        for name in ("w1", "v1", "w2"):
+            weight = torch.randn(num_experts * intermediate_size, hidden_size) * 0.1
+            setattr(self.mlp, name, nn.Parameter(weight))
+
+    def forward(self, x, index, weights):
+        w1, v1, w2 = (
+            w.view(self.num_experts, -1, x.shape[1])
+            for w in (self.mlp.w1, self.mlp.v1, self.mlp.w2)
+        )
+        y = torch.zeros_like(x)
+        for expert in index.unique().tolist():
+            token, choice = torch.where(index == expert)
+            inner = F.silu(x[token] @ w1[expert].T) * (x[token] @ v1[expert].T)
+            y.index_add_(0, token, weights[token, choice, None] * (inner @ w2[expert]))
+        return y

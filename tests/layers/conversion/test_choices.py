@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from moefp8 import FP8Linear, GroupedExperts, MoE, convert
 from moefp8.layers import plan_conversion
-from tests.layers.plain_experts import PlainExperts
+from tests.layers.conversion.plain_experts import PlainExperts
 
 H = 32
 

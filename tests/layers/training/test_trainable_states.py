@@ -9,7 +9,7 @@ import torch
 
 from moefp8 import MoE, freeze
 from moefp8.testing import relative_error
-from tests.layers.trainable_cases import DTYPES, KINDS, H, fresh, make, output
+from tests.layers.training.trainable_cases import DTYPES, KINDS, H, fresh, make, output
 
 
 @KINDS

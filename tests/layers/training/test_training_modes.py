@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moefp8 import FP8Linear
 from moefp8.functional.training.weights import requantize
-from tests.layers.training_mode_cases import (
+from tests.layers.training.training_mode_cases import (
     MODULES,
     WGRADS,
     H,

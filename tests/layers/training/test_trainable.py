@@ -12,7 +12,15 @@ from moefp8 import FP8Linear, GroupedExperts, freeze, unfreeze
 from moefp8.adapters import add_lora
 from moefp8.layers import PlainExperts
 from moefp8.testing import relative_error
-from tests.layers.trainable_cases import DTYPES, KINDS, H, arguments_of, fresh, make, output
+from tests.layers.training.trainable_cases import (
+    DTYPES,
+    KINDS,
+    H,
+    arguments_of,
+    fresh,
+    make,
+    output,
+)
 
 
 def test_freeze_and_unfreeze_keep_ties():

@@ -9,8 +9,7 @@ from torch import nn
 import moefp8
 from moefp8 import FP8Linear, GroupedExperts, convert
 from moefp8.layers import plan_conversion
-from tests.layers.plain_experts import PlainExperts
-from tests.layers.test_convert_experts import DbrxLike
+from tests.layers.conversion.plain_experts import DbrxLike, PlainExperts
 
 H = 32
 

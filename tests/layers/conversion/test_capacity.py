@@ -8,9 +8,9 @@ import torch
 from torch.nn import functional as F
 
 from moefp8.layers import plan_conversion
-from tests.layers.foreign_experts import DTYPES, E, assert_refused, ranks, with_forward
+from tests.layers.conversion.foreign_experts import DTYPES, E, assert_refused, ranks, with_forward
+from tests.layers.conversion.plain_experts import PlainExperts as Experts
 from tests.layers.memory import peak
-from tests.layers.plain_experts import PlainExperts as Experts
 
 LIMIT = 900
 CONFIG = SimpleNamespace(capacity=3000, unused=7)

@@ -12,7 +12,7 @@ import moefp8.layers.conversion.plain
 from moefp8 import GroupedExperts, convert
 from moefp8.layers import plan_conversion
 from moefp8.testing import relative_error
-from tests.layers.foreign_experts import (
+from tests.layers.conversion.foreign_experts import (
     DTYPES,
     OFF,
     E,
@@ -23,8 +23,9 @@ from tests.layers.foreign_experts import (
     with_activation,
     with_forward,
 )
+from tests.layers.conversion.plain_experts import DbrxLike
+from tests.layers.conversion.plain_experts import PlainExperts as Experts
 from tests.layers.memory import peak
-from tests.layers.plain_experts import PlainExperts as Experts
 
 # Instead of silu(gate) * up
 ACTIVATIONS = {
@@ -305,28 +306,6 @@ class NoActFn(Experts):
 
     def activate(self, gate, up):
         return gate * torch.sigmoid(gate) * up
-
-
-class DbrxLike(nn.Module):
-    """Gate, up and down's transpose, each [E * I, H], in a child called mlp."""
-
-    def __init__(self, num_experts=E, intermediate_size=I):
-        super().__init__()
-        self.num_experts, self.mlp = num_experts, nn.Module()
-        for name in ("w1", "v1", "w2"):
-            weight = torch.randn(num_experts * intermediate_size, H) * 0.1
-            setattr(self.mlp, name, nn.Parameter(weight))
-
-    def forward(self, x, index, weights):
-        w1, v1, w2 = (
-            w.view(self.num_experts, -1, H) for w in (self.mlp.w1, self.mlp.v1, self.mlp.w2)
-        )
-        y = torch.zeros_like(x)
-        for expert in index.unique().tolist():
-            token, choice = torch.where(index == expert)
-            inner = F.silu(x[token] @ w1[expert].T) * (x[token] @ v1[expert].T)
-            y.index_add_(0, token, weights[token, choice, None] * (inner @ w2[expert]))
-        return y
 
 
 @pytest.mark.parametrize("kind", [NoActFn, DbrxLike])

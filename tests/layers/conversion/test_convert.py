@@ -10,7 +10,7 @@ from torch.nn.utils import parametrize
 
 from moefp8 import FP8Linear, GroupedExperts, convert
 from moefp8.testing import relative_error
-from tests.layers.plain_experts import PlainExperts as Experts
+from tests.layers.conversion.plain_experts import PlainExperts as Experts
 
 
 class Block(nn.Module):

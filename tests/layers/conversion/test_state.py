@@ -6,8 +6,8 @@ from torch import nn
 
 from moefp8 import convert
 from moefp8.layers import plan_conversion
-from tests.layers.foreign_experts import DTYPES, E, assert_refused, with_forward
-from tests.layers.plain_experts import PlainExperts as Experts
+from tests.layers.conversion.foreign_experts import DTYPES, E, assert_refused, with_forward
+from tests.layers.conversion.plain_experts import PlainExperts as Experts
 
 NUM_CALLS = 0
 

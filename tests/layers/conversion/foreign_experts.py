@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from moefp8 import convert
-from tests.layers.plain_experts import PlainExperts as Experts
+from tests.layers.conversion.plain_experts import PlainExperts as Experts
 
 E, H, I = 4, 64, 40
 DTYPES = torch.float32, torch.bfloat16, torch.float16
