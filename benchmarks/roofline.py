@@ -54,7 +54,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
 
     figure = Figure(figsize=(8, 5.5), dpi=160, layout="constrained")
     axes = figure.subplots()
-    faint = "; faint: with pauses" if with_pauses(results, OURS) else ""
+    mode = "faint: with pauses" if with_pauses(results, OURS) else "with pauses"
     shown = {name: found for name in _STYLES if (found := points(results, name))}
     every = [point for found in shown.values() for point in found]
     left, right = min(x for x, _ in every) / 1.5, max(x for x, _ in every) * 1.5
@@ -64,8 +64,8 @@ def draw(results: dict[str, Any], path: Path) -> None:
         xlim=(left, right),
         ylim=(min(y for _, y in every) / 3, 1.6 * DATASHEET_TFLOPS),
         xlabel="FLOPs per byte (each operand read once, the result written once)",
-        ylabel="TFLOP/s",
-        title=f"FP8 GEMM with 1x128 and 128x128 scales on one {results['gpu']}{faint}",
+        ylabel="TFLOP/s: higher is better",
+        title=f"FP8 GEMM with 1x128 and 128x128 scales on one {results['gpu']}; {mode}",
     )
     axes.grid(which="major", color="#eeeeee")
     axes.set_axisbelow(True)

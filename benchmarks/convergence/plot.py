@@ -1,11 +1,13 @@
-"""Draw the curves of all runs, and how far those in FP8 are from those in BF16."""
+"""Draw the losses of FP8 over those of BF16, and how far from BF16 each run ends."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.convergence import BF16, EVERY, GOAL_PERCENT, SMOOTH
+from benchmarks.convergence import BF16, BF16_AGAIN, EVERY, FP8, FP8_AGAIN, SMOOTH
 from benchmarks.convergence.figures import (
     Results,
+    Run,
     curves,
     runs_of,
     smoothed,
@@ -14,24 +16,37 @@ from benchmarks.convergence.figures import (
     variants_of,
 )
 
-_GREY = "#555555"
-_COLOURS = "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9"  # Okabe and Ito's
+# These are colours of Okabe and Ito, as in `roofline`.
+_FP8, _BF16, _GREY = "#0072B2", "#D55E00", "#555555"
+_TITLES = {
+    BF16_AGAIN: "BF16, run again",
+    FP8: "FP8",
+    FP8_AGAIN: "FP8",
+    "fp8-128x128": 'FP8, wgrad="128x128"',
+    "fp8-experts": "FP8, attention in BF16",
+}
+
+
+def ends(results: Results) -> dict[str, list[float]]:
+    """By title: how far its runs end from the BF16 run of their seed, in percent."""
+    by_title: dict[str, list[float]] = {}
+    for variant in variants_of(results):
+        percents = [curve.end for curve in curves(results, variant).values()]
+        by_title.setdefault(_TITLES.get(variant, variant), []).extend(percents)
+    return {title: percents for title, percents in by_title.items() if percents}
 
 
 def draw(results: Results, path: Path) -> None:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 4.2), dpi=140, layout="constrained")
+    figure = Figure(figsize=(11, 3.8), dpi=140, layout="constrained")
     left, right = figure.subplots(1, 2)
     _draw_losses(left, results)
-    _draw_differences(right, results)
+    _draw_ends(right, results)
     for axes in (left, right):
-        axes.set_xlabel("step")
         axes.grid(which="major", color="#eeeeee")
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
-    left.legend(frameon=False, fontsize=8, loc="upper right")
-    right.legend(frameon=False, fontsize=8, loc="lower right", ncols=2)
     run = results["runs"][0]
     figure.suptitle(
         f"{run['parameters'] / 1e6:,.1f} M parameters on one {run.get('gpu', run['cpu'])}", size=10
@@ -40,38 +55,41 @@ def draw(results: Results, path: Path) -> None:
 
 
 def _draw_losses(axes: Any, results: Results) -> None:
-    """Training losses as lines, held-out ones as points."""
-    styles = {BF16: _GREY, **dict(zip(variants_of(results), _COLOURS, strict=False))}
-    for variant, colour in styles.items():
-        for number, run in enumerate(runs_of(results, variant).values()):
-            label = variant if number == 0 else None
-            axes.plot(steps_of(run), smoothed(run["loss"]), color=colour, linewidth=1, label=label)
-            axes.plot(*zip(*run["held_out"], strict=True), ".", color=colour, markersize=5)
+    """Every run in BF16 as a broad line, those in FP8 as thin ones on top."""
+    again = (BF16_AGAIN, FP8_AGAIN)
+    for variants, title, style in (
+        ((BF16, again[0]), "BF16", {"color": _BF16, "linewidth": 4, "alpha": 0.5}),
+        ((FP8, again[1]), "FP8", {"color": _FP8, "linewidth": 1}),
+    ):
+        for number, run in enumerate(_runs_of(results, variants)):
+            label = title if number == 0 else None
+            axes.plot(steps_of(run), smoothed(run["loss"]), label=label, **style)
     last = [smoothed(run["loss"]) for run in results["runs"]]
     settled = [x for each in last for x in each[len(each) // 20 :]]
     axes.set_ylim(min(settled) * 0.9, max(settled) * 1.05)
-    axes.set_ylabel("loss, nats a byte")
-    axes.set_title(f"loss, mean of {EVERY * SMOOTH} steps; points: held out", fontsize=9)
+    axes.set(xlabel="step", ylabel="training loss, nats a byte")
+    axes.set_title(f"Runs in FP8 on top of those in BF16, mean of {EVERY * SMOOTH} steps", size=9)
+    if axes.lines:
+        axes.legend(frameon=False, loc="upper right")
 
 
-def _draw_differences(axes: Any, results: Results) -> None:
-    """In percent, by step, beside the goal and beside how far apart seeds of BF16 are."""
-    between = spread(results)
-    largest = 2 * GOAL_PERCENT
-    for variant, colour in zip(variants_of(results), _COLOURS, strict=False):
-        label: str | None = variant
-        for seed, found in curves(results, variant).items():
-            steps = steps_of(runs_of(results, variant)[seed])
-            axes.plot(steps, found.by_step, color=colour, linewidth=1, label=label)
-            largest, label = max(largest, 1.1 * abs(found.largest)), None
-    if between:
-        steps = steps_of(next(iter(runs_of(results, BF16).values())))
-        below = [-x for x in between.by_step]
-        told = "between seeds of BF16"
-        axes.fill_between(steps, below, between.by_step, color="#dddddd", zorder=0, label=told)
-    for at in (-GOAL_PERCENT, GOAL_PERCENT):
-        label = f"{GOAL_PERCENT} %" if at > 0 else None
-        axes.axhline(at, color=_GREY, linewidth=0.8, linestyle="--", label=label)
-    axes.set_ylim(-largest, largest)
-    axes.set_ylabel("percent")
-    axes.set_title("difference of the smoothed loss to BF16 of the same seed", fontsize=9)
+def _runs_of(results: Results, variants: Iterable[str]) -> list[Run]:
+    return [run for variant in variants for run in runs_of(results, variant).values()]
+
+
+def _draw_ends(axes: Any, results: Results) -> None:
+    """A point for each run, on the band within which BF16 runs of other seeds end."""
+    if between := spread(results):
+        axes.axvspan(-between.end, between.end, color="#e8e8e8", zorder=0)
+        legend = f"grey: BF16 runs of other seeds end up to {between.end:.2f} % apart"
+        box = {"color": "#e8e8e8", "pad": 1}
+        axes.text(0, -0.6, legend, ha="center", va="center", fontsize=9, color=_GREY, bbox=box)
+    axes.axvline(0, color=_GREY, linewidth=0.8)
+    by_title = ends(results)
+    for place, (title, percents) in enumerate(by_title.items()):
+        colour = _BF16 if title.startswith("BF16") else _FP8
+        axes.plot(percents, [place] * len(percents), "o", color=colour, markersize=7, alpha=0.7)
+    axes.set_yticks(range(len(by_title)), by_title)
+    axes.set_ylim(max(len(by_title), 1) - 0.5, -0.9)
+    axes.set_xlabel("loss at the end: percent above that of BF16")
+    axes.set_title("How far each run ends from BF16 of its seed", size=9)

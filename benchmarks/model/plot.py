@@ -64,7 +64,8 @@ def draw(results: dict[str, Any], path: Path) -> None:
     figure.legend(
         labels.values(), labels, loc="outside lower center", frameon=False, ncols=len(labels)
     )
-    figure.suptitle(f"Where the time goes on one {results.get('gpu', results['cpu'])}")
+    where = results.get("gpu", results["cpu"])
+    figure.suptitle(f"Where the time goes on one {where}: lower is better")
     figure.savefig(path)
 
 
