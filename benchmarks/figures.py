@@ -82,3 +82,14 @@ def geomean(values: Iterable[float]) -> float:
 
 def verdict(met: bool) -> str:
     return "met" if met else "MISSED"
+
+
+def is_met(value: float, asked: float, at_most: bool = False) -> bool:
+    return value <= asked if at_most else value >= asked
+
+
+def beside_goal(value: float, asked: float, digits: int, at_most: bool = False) -> str:
+    """The value with enough digits to be on its side of the goal: 1.3496, which misses 1.35."""
+    while is_met(round(value, digits), asked, at_most) != is_met(value, asked, at_most):
+        digits += 1
+    return f"{value:.{digits}f}"

@@ -1,8 +1,8 @@
-"""The tables of gradients: goals first, then every part, and the memory that steps take."""
+"""The tables of gradients: speed beside others, then every part, and the memory that steps take."""
 
 from collections.abc import Iterable
 
-from benchmarks.figures import PAUSES, WITHOUT_REST, Row, geomean, told_ratio, verdict
+from benchmarks.figures import PAUSES, WITHOUT_REST, Row, geomean
 from benchmarks.gradient_parts import OF_EXPERTS, PARTS, UNITS, comparisons, gib_of, speed
 from benchmarks.markdown import number, table
 from benchmarks.pages import Results, told
@@ -29,7 +29,7 @@ def gradients_tables(results: Results) -> str:
     tables += [_memory(name, parts[name]) for name in OF_EXPERTS if parts[name]]
     return "\n\n".join(
         [
-            _goals(rows),
+            _speeds(rows),
             f"{WHAT} {_how(results)}",
             f"<details><summary>All {len(rows)} cases</summary>",
             *tables,
@@ -52,21 +52,20 @@ def _how(results: Results) -> str:
     )
 
 
-def _goals(rows: Iterable[Row]) -> str:
+def _speeds(rows: Iterable[Row]) -> str:
     lines = []
     for each in comparisons(rows):
         ratios = each.ratios.values()
         figures = f"{geomean(ratios):.3f}", f"{min(ratios):.3f}", each.worst_case
-        met = f"{verdict(each.num_met == len(ratios))}, {each.num_met} of {len(ratios)}"
-        lines.append([each.part.title, each.title, *figures, f"{each.goal:.2f}", met])
-    return table(["", "times as fast as", "geometric mean", "worst", "at", "goal", ""], lines)
+        lines.append([each.part.title, each.title, *figures])
+    return table(["", "times as fast as", "geometric mean", "worst", "at"], lines)
 
 
 def _table_of(name: str, rows: list[Row]) -> str:
-    """Speeds of all, and how many times as fast as those with a goal ours is."""
+    """Speeds of all, and how many times as fast as those that it is compared with ours is."""
     part = PARTS[name]
     titles = titles_of(part.peers, rows)
-    goals = {peer: goal for peer, goal in part.goals.items() if peer in titles}
+    compared = [peer for peer in part.goals if peer in titles]
     digits = 1 if part.unit == "us" else 0
 
     def cell(row: Row, peer: str) -> str:
@@ -74,16 +73,15 @@ def _table_of(name: str, rows: list[Row]) -> str:
         more = "" if without_rest is None else f" / {number(without_rest, digits)}"
         return number(with_pauses, digits) + more
 
-    def times(row: Row, peer: str) -> str:
-        ratio = told_ratio(row, (peer,))
-        met = "" if ratio is None else f", {verdict(ratio >= goals[peer])}"
-        return told(row, (peer,), 3) + met
-
     lines = [
-        [row["case"], *(cell(row, peer) for peer in titles), *(times(row, peer) for peer in goals)]
+        [
+            row["case"],
+            *(cell(row, peer) for peer in titles),
+            *(told(row, (peer,), 3) for peer in compared),
+        ]
         for row in rows
     ]
-    ratios = (f"times as fast as {titles[peer]}, goal {goals[peer]:.2f}" for peer in goals)
+    ratios = (f"times as fast as {titles[peer]}" for peer in compared)
     return table([f"{part.title}, {UNITS[part.unit]}", *titles.values(), *ratios], lines)
 
 

@@ -1,7 +1,7 @@
 """The tables of the grouped GEMMs."""
 
 from benchmarks.figures import Row, fastest_us, ratio
-from benchmarks.grouped import GOALS, PADDED_GOAL, by_setting, errors_of, shape_of
+from benchmarks.grouped import by_setting, errors_of, shape_of
 from benchmarks.grouped_peers import PADDED, PEERS
 from benchmarks.markdown import number, table
 from benchmarks.pages import Results, listed, page, times_without_rest, told, told_by
@@ -40,17 +40,13 @@ def grouped_tables(results: Results) -> str:
 def _grouped_speedups(rows: list[Row]) -> str:
     shapes = list(dict.fromkeys(shape_of(row) for row in rows))
     lines = []
-    for name, what, goal_of in (
-        (OURS, "", GOALS.get),
-        (PADDED, ", `grouped_layout`", lambda setting: PADDED_GOAL),
-    ):
+    for name, what in ((OURS, ""), (PADDED, ", `grouped_layout`")):
         for setting, of_setting in by_setting(rows).items():
             ran = {shape_of(row): row for row in of_setting if ratio(row, (DEEP_GEMM,), of=name)}
             if ran:
-                goal = goal_of(setting)
                 cells = [told(ran[x], (DEEP_GEMM,), 3, name) if x in ran else "" for x in shapes]
-                lines.append([f"{setting}{what}", f"{goal:.2f}" if goal else "", *cells])
-    return table(["case", "goal", *shapes], lines)
+                lines.append([f"{setting}{what}", *cells])
+    return table(["case", *shapes], lines)
 
 
 def _grouped_times(rows: list[Row]) -> str:

@@ -5,7 +5,7 @@ from typing import Any
 
 from benchmarks.figures import PAUSES, WITHOUT_REST, Row, geomean, ratio, told_mode, told_ratio
 from benchmarks.gemm_cases import LARGE_MS
-from benchmarks.gemm_goals import AGAINST, Comparison, compare
+from benchmarks.gemm_goals import AGAINST, compare
 from benchmarks.gradient_parts import EXPERTS, PARTS, comparisons
 from benchmarks.markdown import number, table
 from benchmarks.moe_cases import MODELS
@@ -17,7 +17,7 @@ from benchmarks.training.peers import EVERY
 
 # `headlines` takes these results, in this order, and the others by name once they were measured.
 SOURCES = "moe", "gemm", "accuracy", "load", "cpu"
-MORE_SOURCES = "gradients", "training"
+MORE_SOURCES = "gemm_large", "gradients", "training"
 TOKENS = 1, 128, 4096
 OF_LAYERS = "sgl_megamoe", "hf_bf16"
 OF_THE_GEMM = "deep_gemm", "bf16"
@@ -29,6 +29,7 @@ def headlines(
     accuracy: dict[str, Any],
     load: dict[str, Any],
     cpu: dict[str, Any],
+    gemm_large: dict[str, Any] | None = None,
     gradients: dict[str, Any] | None = None,
     training: dict[str, Any] | None = None,
 ) -> str:
@@ -36,9 +37,11 @@ def headlines(
 
     What takes 100 us or more is told without rest, where it was timed so.
     """
-    of_layers, of_gemm = _where(moe), _where(gemm)
+    has_large = gemm_large is not None and gemm_large["gpu"] == gemm["gpu"]
+    without_rest = gemm_large if has_large else gemm
+    of_layers, of_gemm = _where(moe), _where(without_rest)
     head = [of_layers if of_layers == of_gemm else "", "times as fast as", *map(_tokens, TOKENS)]
-    parts = [table(head, [*_layers(moe["rows"]), *_gemm(gemm["rows"])]), ""]
+    parts = [table(head, [*_layers(moe["rows"]), *_gemm(gemm["rows"], without_rest["rows"])]), ""]
     if of_layers != of_gemm:
         parts.append(f"- Experts: {of_layers}. GEMM: {of_gemm}.")
     if gradients is not None:
@@ -67,18 +70,21 @@ def _layers(rows: list[Row]) -> Iterator[list[str]]:
                 yield [title, PEERS[name].title, *(number(x, 2) for x in values)]
 
 
-def _gemm(rows: list[Row]) -> Iterator[list[str]]:
+def _gemm(rows: list[Row], rows_without_rest: list[Row]) -> Iterator[list[str]]:
+    """Large M without rest. A peer that was timed with pauses alone is marked."""
     nums = {sum(row["m"] == n for row in rows) for n in TOKENS}
     what = f"`fp8_gemm_nt`, mean of {' to '.join(map(str, sorted(nums)))} shapes"
 
-    def told(m: int, against: str) -> Comparison | None:
-        without_rest = compare(rows, (m,), against, WITHOUT_REST) if m in LARGE_MS else None
-        return without_rest or compare(rows, (m,), against)
+    def cell(m: int, against: str) -> str:
+        rows_of_m = rows_without_rest if m in LARGE_MS else []
+        settled = {x: compare(rows_of_m, (m,), x, WITHOUT_REST) for x in OF_THE_GEMM}
+        found = settled[against] or compare(rows, (m,), against)
+        is_marked = found and not settled[against] and any(settled.values())
+        return number(found and found.geomean, 2) + (f" {PAUSES}" if is_marked else "")
 
     for against in OF_THE_GEMM:
-        found = [told(n, against) for n in TOKENS]
-        if any(found):
-            yield [what, AGAINST[against][0], *(number(x and x.geomean, 2) for x in found)]
+        if compare(rows, TOKENS, against):
+            yield [what, AGAINST[against][0], *(cell(n, against) for n in TOKENS)]
 
 
 def _gradients(results: dict[str, Any]) -> str:
@@ -118,7 +124,7 @@ def _accuracy(results: dict[str, Any]) -> str:
     )
     return (
         f"- Off BF16 in the worst row: `FP8Linear` {linear:.1f} %, `GroupedExperts` {experts:.1f} "
-        f"%. Off FP32 and FP64 sums of the same FP8 operands: {linear_exact:.2f} % and "
+        f"%. Off FP64 and FP32 sums of the same FP8 operands: {linear_exact:.2f} % and "
         f"{experts_exact:.2f} %, which is BF16's rounding."
     )
 

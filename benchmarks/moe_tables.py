@@ -1,6 +1,6 @@
 """The tables of layers of routed experts, and of whole MoE layers."""
 
-from benchmarks import moe, moe_layers
+from benchmarks import floors, moe, moe_layers
 from benchmarks.figures import Row, fastest_us, told_mode
 from benchmarks.markdown import number, table
 from benchmarks.moe_cases import FLOOR_TBPS, FLOOR_TFLOPS, MODELS
@@ -19,9 +19,9 @@ def moe_tables(results: Results) -> str:
         speedups=_moe_speedups(rows, titles),
         told=f"Routed experts of whole layers on one {results['gpu']}, the router's choice given, "
         "BF16 in and out. The floor is what takes longer: reading the weights of all experts "
-        f"that have a token once at {FLOOR_TBPS:g} TB/s, which an H200 gives, or all products at "
-        f"{FLOOR_TFLOPS:g} TFLOP/s. {told_by(rows)}Goals are against the mega-kernel"
-        f"{_of_mega_kernel(results)}. Error against an FP32 layer with the same "
+        f"that have a token once at {FLOOR_TBPS:g} TB/s, as an H200 copies, or all products at "
+        f"{FLOOR_TFLOPS:g} TFLOP/s. {floors.below_the_floor(rows)}{told_by(rows)}"
+        f"The mega-kernel is {_mega_kernel(results)}'s. Error against an FP32 layer with the same "
         f"FP8 weights, worst case: {errors}. Against FP8 activations with FP32 sums: {of_fp8}.",
         plot="Layers of routed experts",
         cases="cases",
@@ -37,19 +37,19 @@ def moe_tables(results: Results) -> str:
     )
 
 
-def _of_mega_kernel(results: Results) -> str:
-    return f" of {results.get('mega_kernel', results['deep_gemm'])}"
+def _mega_kernel(results: Results) -> str:
+    return str(results.get("mega_kernel", results["deep_gemm"]))
 
 
 def _moe_speedups(rows: list[Row], titles: dict[str, str]) -> str:
     others = {name: title for name, title in titles.items() if name != OURS}
     lines = []
     for row in rows:
-        goal, ours = moe.goal_of(row), fastest_us(row, (OURS,), told_mode(row))
+        ours = fastest_us(row, (OURS,), told_mode(row))
         cells = [MODELS[row["model"]].title, str(row["tokens"]), f"{row['floor_us']:.1f}"]
         ratios = [told(row, (name,), 2) for name in others]
-        lines.append([*cells, f"{ours:.1f}", f"{goal:.2f}" if goal else "", *ratios])
-    head = "model", "tokens", "floor, us", "moefp8, us", "goal"
+        lines.append([*cells, f"{ours:.1f}", *ratios])
+    head = "model", "tokens", "floor, us", "moefp8, us"
     return table([*head, *(f"times as fast as {title}" for title in others.values())], lines)
 
 
@@ -80,7 +80,7 @@ def layers_tables(results: Results) -> str:
     where = (
         "Device time / stream time of one eager call from an idle start / replay of a CUDA graph, "
         f"us, L2 flushed before every call; then without rest, where that was timed. "
-        f"{told_by(rows)}In the last columns, how many times as long as ours the others take. "
+        f"{told_by(rows)}"
         f"{results['gpu']}, torch {results['torch']}, mega-kernel of {results['mega_kernel']}; "
         f"{results['date'][:10]}, commit {results['commit']}."
     )
@@ -98,10 +98,8 @@ def _layer_table(rows: list[Row], about: str, titles: dict[str, str]) -> str:
     others = [name for name in titles if name != OURS]
     lines = []
     for row in rows:
-        goal = moe_layers.goal_of(row)
-        told_goal = f"{moe_layers.FIGURES[goal[0]]} {goal[1]:g}" if goal else ""
-        cells = [MODELS[row["model"]].title, str(row["tokens"]), told_goal]
+        cells = [MODELS[row["model"]].title, str(row["tokens"])]
         cells += [cell(row["peers"].get(name, {})) for name in titles]
         lines.append([*cells, *(told(row, (name,), 2) for name in others)])
     ratios = (f"times as fast as {titles[name]}" for name in others)
-    return table([about, "tokens", "goal, us", *titles.values(), *ratios], lines)
+    return table([f"{about}, us", "tokens", *titles.values(), *ratios], lines)

@@ -1,16 +1,17 @@
 """Write the tables of all pages, draw the plots: `python -m benchmarks.report`.
 
-The pages are README.md, benchmarks/README.md, docs/families.md and docs/training.md; the tables are
-made of the JSON files in `benchmarks/results`.
+The pages are README.md, benchmarks/README.md, docs/families.md, docs/training.md and
+docs/design/goals.md; the tables are made of the JSON files in `benchmarks/results`.
 """
 
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
-from benchmarks import floors, gradient_tables, headlines, roofline, speedups
+from benchmarks import floors, goals, gradient_tables, headlines, roofline, speedups
 from benchmarks.convergence import plot as convergence_plot
 from benchmarks.convergence import table as convergence_table
 from benchmarks.expert_parallel import table as expert_parallel_table
@@ -28,7 +29,7 @@ from benchmarks.training import table as training_table
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-_DOCS = "docs/families.md", "docs/training.md"
+_DOCS = "docs/families.md", "docs/training.md", "docs/design/goals.md"
 PAGES = tuple(ROOT / page for page in ("README.md", "benchmarks/README.md", *_DOCS))
 
 
@@ -159,8 +160,13 @@ TABLES: dict[str, Callable[..., str]] = {
     "model": model_table.tables,
     "families": families.table,
     "convergence": convergence_table.tables,
+    **{
+        f"goals of {name}": partial(goals.goals_table, verdicts)
+        for name, verdicts in goals.VERDICTS.items()
+    },
 }
-SOURCES = {"headlines": headlines.SOURCES}  # others are made of the results of their own name
+# Others are made of the results of their own name.
+SOURCES = {"headlines": headlines.SOURCES} | {f"goals of {x}": (x,) for x in goals.VERDICTS}
 MORE_SOURCES = {"headlines": headlines.MORE_SOURCES}  # which need not be there
 PLOTS = {
     "gemm": roofline.draw,

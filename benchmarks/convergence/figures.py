@@ -11,7 +11,6 @@ from benchmarks.convergence import (
     EVERY,
     FP8,
     FP8_AGAIN,
-    GOAL_PERCENT,
     SMOOTH,
     VARIANTS,
 )
@@ -130,10 +129,10 @@ def means(results: Results) -> Means | None:
     return Means(2 * len(seeds), percent(end, end_of_bf16), percent(held_out, held_out_of_bf16))
 
 
-def meets_goal(found: Curve, between_seeds: Spread | None) -> bool:
-    """Whether the end is as near to BF16 as it is to be, and no farther than seeds are apart."""
-    is_near = abs(found.end) < GOAL_PERCENT
-    return is_near and (between_seeds is None or abs(found.end) <= between_seeds.end)
+def trained_in_fp8(results: Results) -> list[str]:
+    """The variants with a module in FP8."""
+    runs = [run for run in results["runs"] if run["options"] is not None]
+    return [name for name in variants_of(results) if any(run["variant"] == name for run in runs)]
 
 
 def kind_of(name: str) -> str:

@@ -1,10 +1,10 @@
 """The section's tables, made of `benchmarks/results/convergence.json`."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from statistics import fmean
 from typing import Any
 
-from benchmarks.convergence import BF16, EVERY, GOAL_PERCENT, SMOOTH
+from benchmarks.convergence import BF16, BF16_AGAIN, EVERY, SMOOTH
 from benchmarks.convergence.figures import (
     Results,
     Run,
@@ -12,10 +12,10 @@ from benchmarks.convergence.figures import (
     by_kind,
     curves,
     means,
-    meets_goal,
     runs_of,
     smoothed,
     spread,
+    trained_in_fp8,
     variants_of,
 )
 from benchmarks.markdown import table
@@ -35,7 +35,7 @@ def tables(results: Results) -> str:
         f"{size['intermediate']}, and a shared expert), {settings['steps']} steps of {size['rows']}"
         f" x {size['length']} bytes, {tokens / 1e6:,.1f} M in all. Losses are in nats a byte, "
         f"smoothed over {EVERY * SMOOTH} steps; *largest* is behind the first tenth of the run. "
-        f"{_verdict(results, between)}{_of_means(results)}",
+        f"{_ends(results, between)}{_of_means(results)}",
         f"![Losses, and their difference to BF16, on one {where}]"
         "(../benchmarks/results/convergence.png)",
         *_folded(results),
@@ -89,21 +89,18 @@ def _of_run(run: Run, beside: str) -> list[str]:
     return [*names, f"{loss:.4f}", beside, beside, f"{held_out:.4f}", beside]
 
 
-def _verdict(results: Results, between: Spread | None) -> str:
-    """Which runs are as near as they are to be."""
-    pairs = {
-        f"{variant}, seed {seed}": found
-        for variant in variants_of(results)
-        if any(run["options"] is not None for run in runs_of(results, variant).values())
-        for seed, found in curves(results, variant).items()
-    }
-    goal = f"less than {GOAL_PERCENT} % from BF16 at the end"
-    if between:
-        goal += f", and no farther than BF16 runs are from each other ({between.end:.3f} %)"
-    missed = [name for name, found in pairs.items() if not meets_goal(found, between)]
-    told = f"{len(pairs) - len(missed)} of {len(pairs)} runs are" if pairs else "no run is yet"
-    why = f"; not: {'; '.join(missed)}" if missed else ""
-    return f"Goal: {goal}; {told}{why}."
+def _ends(results: Results, between: Spread | None) -> str:
+    """How far from the BF16 run of their seed runs end at most, and how far seeds are apart."""
+
+    def farthest(variants: Iterable[str]) -> list[str]:
+        ends = [abs(x.end) for name in variants for x in curves(results, name).values()]
+        return [f"{max(ends):.3f} %"] if ends else []
+
+    at_most = "from the BF16 run of their seed by at most"
+    clauses = [f"runs in FP8 differ {at_most} {x}" for x in farthest(trained_in_fp8(results))]
+    clauses += [f"BF16 runs that are made again {at_most} {x}" for x in farthest([BF16_AGAIN])]
+    clauses += [f"BF16 runs of other seeds are {between.end:.3f} % apart"] if between else []
+    return f"At the end, {'; '.join(clauses)}." if clauses else ""
 
 
 def _of_means(results: Results) -> str:

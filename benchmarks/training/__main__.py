@@ -139,8 +139,8 @@ def lines_of_the_rest(results: Results) -> Iterator[str]:
         part = PARTS[each.goal.part]
         for name, by_mode in each.found.items():
             told = "; ".join(f"{mode} {each.told(value)}" for mode, value in by_mode.items())
-            title = part.peers[name].title
-            yield f"{part.title} {each.case}: {title}, {each.what}, goal {each.asked}: {told}"
+            what = f"{part.title} {each.case}: {part.peers[name].title}, {each.goal.what}"
+            yield f"{what}, goal {each.least:g}: {told}"
     yield "goals met: {} of {}".format(*num_met(all_judged))
     yield from (f"not there: {why}" for why in results["missing"].values())
     yield f"copies on this GPU: {results['copy_gbps']:.0f} GB/s, read and written"

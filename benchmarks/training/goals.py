@@ -49,6 +49,24 @@ class Goal(NamedTuple):
     against: str
     least: Mapping[str, float]
 
+    @property
+    def title(self) -> str:
+        return f"{PARTS[self.part].title}{', every step' * (self.ours == EVERY_STEP)}"
+
+    @property
+    def what(self) -> str:
+        if self.against in (SPEED, SAVED):
+            return self.against
+        return f"times as fast as {PARTS[self.part].peers[self.against].title}"
+
+    @property
+    def at_most(self) -> bool:
+        return self.against == SAVED
+
+    @property
+    def digits(self) -> int:
+        return {SPEED: 0, SAVED: 1}.get(self.against, 2)
+
 
 def _all(part: str, least: float) -> dict[str, float]:
     return {str(case): least for case in PARTS[part].cases}
@@ -79,31 +97,16 @@ class Judged(NamedTuple):
     found: dict[str, dict[str, float]]
 
     @property
-    def what(self) -> str:
-        if self.goal.against in (SPEED, SAVED):
-            return self.goal.against
-        return f"times as fast as {PARTS[self.goal.part].peers[self.goal.against].title}"
-
-    @property
-    def asked(self) -> str:
-        if self.goal.against in (SPEED, SAVED):
-            return f"{self.least:.0f}"
-        return f"{self.least:.2f}"
-
-    @property
     def values(self) -> Iterator[float]:
         for by_mode in self.found.values():
             yield from by_mode.values()
 
     def is_met(self, value: float) -> bool:
-        return value <= self.least if self.goal.against == SAVED else value >= self.least
+        return figures.is_met(value, self.least, self.goal.at_most)
 
     def told(self, value: float) -> str:
-        """With as many digits as show what the verdict says: 1.349 misses 1.35."""
-        digits = {SPEED: 0, SAVED: 1}.get(self.goal.against, 2)
-        while self.is_met(round(value, digits)) != self.is_met(value):
-            digits += 1
-        return f"{value:.{digits}f} {verdict(self.is_met(value))}"
+        text = figures.beside_goal(value, self.least, self.goal.digits, self.goal.at_most)
+        return f"{text} {verdict(self.is_met(value))}"
 
 
 def judged(rows: Iterable[Row]) -> Iterator[Judged]:
@@ -114,10 +117,14 @@ def judged(rows: Iterable[Row]) -> Iterator[Judged]:
             row = by_case.get((goal.part, case))
             if row is None:
                 continue
-            found = {name: _values(row, name, goal.against) for name in goal.ours}
-            found = {name: by_mode for name, by_mode in found.items() if by_mode}
-            if found:
+            if found := values_of(row, goal):
                 yield Judged(goal, case, least, found)
+
+
+def values_of(row: Row, goal: Goal) -> dict[str, dict[str, float]]:
+    """What each of ours came to by mode, in which they ran."""
+    values = {name: _values(row, name, goal.against) for name in goal.ours}
+    return {name: by_mode for name, by_mode in values.items() if by_mode}
 
 
 def _values(row: Row, ours: str, against: str) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""The tables of training steps: goals first, then every part, and the memory of layers."""
+"""The tables of training steps: speed beside others, then every part, and memory of layers."""
 
 from benchmarks import figures
 from benchmarks.figures import PAUSES, WITHOUT_REST, Row, of_peer
@@ -6,7 +6,7 @@ from benchmarks.gradient_parts import UNITS
 from benchmarks.markdown import number, table
 from benchmarks.pages import Results
 from benchmarks.session import titles_of
-from benchmarks.training.goals import Judged, judged
+from benchmarks.training.goals import GOALS, values_of
 from benchmarks.training.parts import LAYERS, PARTS
 
 WHAT = (
@@ -20,8 +20,8 @@ WHAT = (
     "`BF16, grouped_mm` sorts rows by expert and adds them up by `index_add`. What has "
     "wrong gradients is not timed; SonicMoE, which reads the same weights otherwise, is not "
     "compared. Bytes that autograd keeps are those of all tensors that a forward saves, hidden "
-    "states among them and weights not, as KiB a token. Goals are of the faster mode's copy, since "
-    "some copies of as many bytes are slower without rest."
+    "states among them and weights not, as KiB a token. A copy is that of the mode in which it is "
+    "faster, since some copies of as many bytes are slower without rest."
 )
 GRAPHS = (
     "Without rest, steps of moefp8, BF16 and SonicMoE are replayed as CUDA graphs, others are "
@@ -37,7 +37,7 @@ def tables(results: Results) -> str:
         folded.append(_memory(parts[LAYERS]))
     return "\n\n".join(
         [
-            _goals([*judged(rows)]),
+            _speeds(rows),
             f"{WHAT} {_how(results)}",
             f"<details><summary>All {len(rows)} cases</summary>",
             *folded,
@@ -67,21 +67,18 @@ def _how(results: Results) -> str:
     )
 
 
-def _goals(all_judged: list[Judged]) -> str:
-    def cell(each: Judged, i: int) -> str:
-        names = each.goal.ours[i : i + 1]
-        if not names or names[0] not in each.found:
-            return "-"
-        return " / ".join(map(each.told, each.found[names[0]].values()))
-
+def _speeds(rows: list[Row]) -> str:
     lines = []
-    for each in all_judged:
-        part = PARTS[each.goal.part]
-        is_every = "every" in each.goal.ours[0]
-        of = f"{part.title}{', every step' * is_every}: {each.case}"
-        lines.append([of, each.what, each.asked, cell(each, 0), cell(each, 1)])
-    head = "", "", "goal", "128x1, or all: without rest / with pauses", "128x128"
-    return table(head, lines)
+    for goal in GOALS:
+        for row in rows:
+            values = values_of(row, goal) if row["part"] == goal.part else {}
+            if values:
+                cells = [
+                    " / ".join(number(x, goal.digits) for x in values.get(name, {}).values()) or "-"
+                    for name in (*goal.ours, "")[:2]
+                ]
+                lines.append([f"{goal.title}: {row['case']}", goal.what, *cells])
+    return table(["", "", "128x1, or all: without rest / with pauses", "128x128"], lines)
 
 
 def _table_of(name: str, rows: list[Row]) -> str:

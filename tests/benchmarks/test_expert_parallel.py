@@ -7,7 +7,18 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import mega_kernel
-from benchmarks.expert_parallel.peers import HF_BF16, PAIRS, PEERS, Weights, of_rank, on_all, sglang
+from benchmarks.expert_parallel import table
+from benchmarks.expert_parallel.peers import (
+    HF_BF16,
+    PAIRS,
+    PEERS,
+    SGLANG,
+    Weights,
+    of_rank,
+    on_all,
+    sglang,
+)
+from benchmarks.expert_parallel.providers import EAGER, NCCL_ROWS, ONE
 from benchmarks.moe_cases import Model, random_experts
 from moefp8 import GroupedExperts
 from moefp8.testing import relative_error
@@ -132,3 +143,15 @@ def test_experts_divide_among_ranks():
     assert torch.equal(of_rank(weights, 2, 3).down_proj_scale_inv, weights.down_proj_scale_inv[4:])
     with pytest.raises(ValueError, match="6 experts do not divide into 4"):
         of_rank(weights, 0, 4)
+
+
+def test_graphs_are_compared_with_graphs():
+    """And what Python launches with ours launched by Python; the ratios are to our graph."""
+    peers = {ONE: 1.5, EAGER: 2.0, NCCL_ROWS: 20.0, SGLANG: 1.2}
+    row = {"ranks": 2, "peers": {name: {"ratio": ratio} for name, ratio in peers.items()}}
+    assert table.speedup(row, NCCL_ROWS) == 10
+    assert table.speedup(row, SGLANG) == 1.2
+    assert table.speedup(row, ONE) == 3.0
+    assert table.speedup(row, HF_BF16) is None
+    del row["peers"][EAGER]
+    assert table.speedup(row, NCCL_ROWS) is None
