@@ -4,7 +4,8 @@
     python examples/generate.py --checkpoint DIR   # any that transformers knows, in FP8 blocks
 
 It needs transformers (pip install '.[hf]' in a clone) and no GPU. Where there is one it runs there,
-which also needs accelerate; `--device cpu` stays on the CPU.
+with each decoding step one CUDA graph; `--device cpu` stays on the CPU. `--batch` decodes several
+copies of the prompt at once, and `--compile` fuses what stands between the kernels.
 """
 
 import argparse
@@ -17,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
-from moefp8.hf import FP8Config
+from moefp8.hf import DecodingGraphs, FP8Config
 from moefp8.testing import reference_model, row_errors, teacher_forced
 
 DEMO = "deepseek_v3", "qwen3_moe"
@@ -40,7 +41,7 @@ def weight_bytes(model: PreTrainedModel) -> tuple[int, int]:
 
 
 class Generated(NamedTuple):
-    """New tokens, and the seconds that the prompt and each token after the first took."""
+    """New tokens of the first prompt, and the seconds that the prompts and each later step took."""
 
     tokens: list[int]
     prefill_s: float
@@ -48,14 +49,15 @@ class Generated(NamedTuple):
 
 
 @torch.inference_mode()
-def generate(model: PreTrainedModel, ids: torch.Tensor, num_tokens: int) -> Generated:
+def generate(
+    model: PreTrainedModel | DecodingGraphs, ids: torch.Tensor, num_tokens: int
+) -> Generated:
     """Greedy decoding, once all is warm. The prefill is what the first token takes."""
+    options = {"attention_mask": torch.ones_like(ids), "do_sample": False}
 
     def run(num_new: int) -> tuple[list[int], float]:
         start = time.perf_counter()
-        output = model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=num_new
-        )
+        output = model.generate(ids, max_new_tokens=num_new, **options)
         new = output[0, ids.shape[1] :].tolist()  # a GPU is done when they are here
         return new, time.perf_counter() - start
 
@@ -94,16 +96,26 @@ def run(directory: Path, bf16_directory: Path | None, arguments: argparse.Namesp
     else:
         tokenizer = None
         ids = torch.randint(2, model.config.vocab_size, (1, 64), device=arguments.device)
-    tokens, prefill_s, token_s = generate(model, ids, arguments.max_new_tokens)
+    ids, num_tokens = ids.expand(arguments.batch, -1), arguments.max_new_tokens
+    graphs = DecodingGraphs(model, compile=arguments.compile)
+    try:
+        tokens, prefill_s, step_s = generate(graphs, ids, num_tokens)
+    except ValueError as error:  # not every model has steps that are all alike
+        print(f"  decodes as it is called: {error}")
+        tokens, prefill_s, step_s = generate(model, ids, num_tokens)
     text = tokenizer.decode(tokens) if tokenizer else " ".join(map(str, tokens))
     print(
-        f"  generated {len(tokens)} tokens at {1 / token_s:,.1f} tokens/s, after a prefill of "
-        f"{ids.shape[1]} at {ids.shape[1] / prefill_s:,.1f}: {text}"
+        f"  generated {len(tokens)} tokens at {len(ids) / step_s:,.1f} tokens/s, after a prefill "
+        f"of {ids.shape[1]} at {ids.numel() / prefill_s:,.1f}: {text}"
     )
+    if arguments.device != "cpu":
+        as_called = generate(model, ids, num_tokens).token_s
+        print(f"  without CUDA graphs {len(ids) / as_called:,.1f} tokens/s")
     if arguments.device != "cpu":
         print(f"  took {torch.cuda.max_memory_allocated() / 2**20:,.1f} MiB of the GPU at most")
 
     with torch.inference_mode():
+        ids = ids[:1]
         output, reference = teacher_forced(model, ids)
         show("FP32 sums of the same FP8 operands", output.logits, reference.logits)
         dequantized = reference_model(model, quantize_activations=False)
@@ -122,6 +134,8 @@ def main() -> None:
     parser.add_argument("--checkpoint", type=Path, help="an FP8 checkpoint; default: small ones")
     parser.add_argument("--prompt", default="The key idea of mixture-of-experts models is")
     parser.add_argument("--max-new-tokens", type=int, default=16)
+    parser.add_argument("--batch", type=int, default=1, help="copies of the prompt")
+    parser.add_argument("--compile", action="store_true", help="fuse what is between the kernels")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     arguments = parser.parse_args()
     torch.manual_seed(0)

@@ -7,7 +7,7 @@ that lie on several ranks. It needs the extra `hf`.
 
 Reading order: `versions`, `config`, `quantizer` (what is swapped, and what is checked before),
 `placement` (several devices), `merge` (how experts reach their stacks), `experts`,
-`expert_parallel`.
+`expert_parallel`, `generate` (decoding in CUDA graphs).
 """
 
 from .versions import check as _check
@@ -17,12 +17,14 @@ _check()
 
 from .config import FP8Config, pretrained_config
 from .experts import experts_forward, fp8_experts_forward
+from .generate import DecodingGraphs
 from .quantizer import FP8Quantizer
 
 if _has_ep_implementations():
     from . import expert_parallel as expert_parallel
 
 __all__ = [
+    "DecodingGraphs",
     "FP8Config",
     "FP8Quantizer",
     "experts_forward",

@@ -7,7 +7,7 @@ import torch
 from small_checkpoint import FAMILIES, small_config
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from moefp8.hf import FP8Config
+from moefp8.hf import DecodingGraphs, FP8Config
 from moefp8.testing import assert_matches_reference, row_errors, teacher_forced
 from tests.checkpoint.transformers_cases import assert_equal, fp8_of
 from tests.gpu import NEEDS_GPU
@@ -20,6 +20,7 @@ from tests.hf.test_experts import (
     other_config,
     run,
 )
+from tests.hf.test_generate import LOGITS, OPTIONS, assert_same, by_transformers, padded
 
 pytestmark = [
     *NEEDS_GPU,
@@ -58,6 +59,63 @@ def test_generates_with_padding(checkpoint):
     first = model.generate(ids, attention_mask=mask, **arguments)
     assert first.shape == (3, 46)
     assert torch.equal(first, model.generate(ids, attention_mask=mask, **arguments))
+
+
+@pytest.mark.parametrize("has_padding", [False, True])
+def test_decoding_graphs_give_the_bits_of_generate(checkpoint, has_padding):
+    if "qwen3_next" in str(checkpoint):
+        pytest.skip("its linear attention is refused")
+    model = pretrained(checkpoint)
+    graphs = DecodingGraphs(model)
+    for _ in range(2):  # the graph of the first prompts serves the second ones
+        ids = prompt().cuda()
+        mask = {"attention_mask": padded(ids)} if has_padding else {}
+        expected = by_transformers(model, ids, **OPTIONS, **LOGITS, **mask)
+        assert_same(graphs.generate(ids, **OPTIONS, **LOGITS, **mask), expected)
+    assert graphs.num_graphs == 1
+
+
+def test_decoding_graphs_follow_weights_that_move(qwen):
+    model, ids = pretrained(qwen), prompt().cuda()
+    graphs = DecodingGraphs(model)
+    before = graphs.generate(ids, **OPTIONS, **LOGITS)
+    with torch.no_grad():
+        model.lm_head.weight.copy_(model.lm_head.weight.flip(0))
+    assert_same(
+        graphs.generate(ids, **OPTIONS, **LOGITS), by_transformers(model, ids, **OPTIONS, **LOGITS)
+    )
+    moved = model.lm_head.weight.detach().flip(0).clone()
+    model.lm_head.weight.data = torch.empty(0, device="cuda")  # the old memory may be taken
+    model.lm_head.weight = torch.nn.Parameter(moved)
+    assert_same(graphs.generate(ids, **OPTIONS, **LOGITS), before)
+
+
+def test_decoding_graphs_sample_and_stream(qwen):
+    model, ids, given = pretrained(qwen), prompt()[:1].cuda(), []
+    options = OPTIONS | {"do_sample": True, "top_k": 5, "max_new_tokens": 60}
+
+    class Words:
+        put = given.append
+        end = staticmethod(lambda: None)
+
+    torch.manual_seed(1)
+    got = DecodingGraphs(model).generate(ids, streamer=Words(), **options)
+    torch.manual_seed(1)
+    assert torch.equal(got, by_transformers(model, ids, **options))
+    assert torch.cat([x.flatten() for x in given]).tolist() == got[0].tolist()
+
+
+@pytest.mark.slow
+def test_compiled_decoding_graphs_are_near(qwen):
+    model, ids = pretrained(qwen), prompt().cuda()
+    options = {"eos_token_id": None, **OPTIONS, **LOGITS}
+    graphs = DecodingGraphs(model, compile=True)
+    got, expected = graphs.generate(ids, **options), by_transformers(model, ids, **options)
+    first = torch.stack([got.logits[1], expected.logits[1]])  # both after the same tokens
+    assert torch.equal(got.sequences[:, :41], expected.sequences[:, :41])
+    assert float(row_errors(*first).median()) < 0.05
+    assert_same(graphs.generate(ids, **options), got)
+    assert "forward" not in vars(model.model.layers[0])  # the model itself is as it was
 
 
 @torch.inference_mode()

@@ -174,6 +174,17 @@ def expert_parallel_alone(device: str) -> Any:
 
 
 @case
+def decoding_graphs(device: str) -> Any:
+    write_checkpoint("qwen3_moe")
+    model = _loaded("CHECKPOINT", quantization_config=moefp8.hf.FP8Config()).to(device)
+    graphs = moefp8.hf.DecodingGraphs(model=model, compile=False, max_graphs=2)
+    ids = torch.arange(20, 40, device=device)[None]
+    tokens = graphs.generate(ids, max_new_tokens=4, do_sample=False)
+    refused = attempt(lambda: moefp8.hf.DecodingGraphs(model, max_graphs=0))
+    return [tokens, graphs.num_graphs, refused]
+
+
+@case
 def errors(device: str) -> Any:
     write_checkpoint("qwen3_moe")
     folder = Path("CHECKPOINT")
