@@ -87,6 +87,12 @@ def run(directory: Path, adapters: Path, arguments: argparse.Namespace) -> None:
     ids, prompt = tokenizer.encode(text), tokenizer.encode(text[: len(text) // 2])
 
     model = load(directory, arguments.device)
+    vocab_size = model.get_input_embeddings().num_embeddings
+    if max(ids) >= vocab_size:
+        raise SystemExit(
+            f"finetune.py: a checkpoint without a tokenizer needs a vocabulary of {max(ids) + 1} "
+            f"or more tokens, one for each byte of the text, got {vocab_size}"
+        )
     add_lora(model, arguments.rank, alpha=2 * arguments.rank)
     trained = sum(x.numel() for x in model.parameters() if x.requires_grad)
     frozen = sum(x.numel() for x in model.parameters() if not x.requires_grad)

@@ -95,7 +95,9 @@ def run(directory: Path, bf16_directory: Path | None, arguments: argparse.Namesp
         ids = tokenizer(arguments.prompt, return_tensors="pt").input_ids.to(arguments.device)
     else:
         tokenizer = None
-        ids = torch.randint(2, model.config.vocab_size, (1, 64), device=arguments.device)
+<<<<<<< HEAD
+        vocab_size = model.get_input_embeddings().num_embeddings
+        ids = torch.randint(2, vocab_size, (1, 64), device=arguments.device)
     ids, num_tokens = ids.expand(arguments.batch, -1), arguments.max_new_tokens
     graphs = DecodingGraphs(model, compile=arguments.compile)
     try:
@@ -103,6 +105,11 @@ def run(directory: Path, bf16_directory: Path | None, arguments: argparse.Namesp
     except ValueError as error:  # not every model has steps that are all alike
         print(f"  decodes as it is called: {error}")
         tokens, prefill_s, step_s = generate(model, ids, num_tokens)
+=======
+        vocab_size = model.get_input_embeddings().num_embeddings
+        ids = torch.randint(2, vocab_size, (1, 64), device=arguments.device)
+    tokens, prefill_s, token_s = generate(model, ids, arguments.max_new_tokens)
+>>>>>>> 8bd5dc5 (Examples and pages draw token ids below the model's vocabulary: one of 300 tokens died of an IndexError)
     text = tokenizer.decode(tokens) if tokenizer else " ".join(map(str, tokens))
     print(
         f"  generated {len(tokens)} tokens at {len(ids) / step_s:,.1f} tokens/s, after a prefill "

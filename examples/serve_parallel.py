@@ -40,14 +40,17 @@ def load(directory: Path, mesh: DeviceMesh, device: str) -> tuple[PreTrainedMode
     return model.eval(), report
 
 
-def prompts_of(rank: int, directory: Path, texts: list[str]) -> dict[str, torch.Tensor]:
+def prompts_of(
+    rank: int, directory: Path, texts: list[str], vocab_size: int
+) -> dict[str, torch.Tensor]:
     """Every so many of the texts; random tokens where no tokenizer would read a text.
 
     A rank that gets no text has a prompt of one token, so that it takes part.
     """
     if not (directory / "tokenizer_config.json").exists():
         shape = 1 + rank, 16 + 8 * rank
-        ids = torch.randint(2, 500, shape, generator=torch.Generator().manual_seed(rank))
+        random = torch.Generator().manual_seed(rank)
+        ids = torch.randint(vocab_size, shape, generator=random)
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     own = texts[rank :: dist.get_world_size()]
     tokenizer = AutoTokenizer.from_pretrained(directory, padding_side="left")
@@ -71,7 +74,8 @@ def run(directory: Path, device: str, arguments: argparse.Namespace) -> None:
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh(device.partition(":")[0], (num_ranks,), mesh_dim_names=("experts",))
     model, report = load(directory, mesh, device)
-    prompts = prompts_of(rank, directory, arguments.prompt)
+    vocab_size = model.get_input_embeddings().num_embeddings
+    prompts = prompts_of(rank, directory, arguments.prompt, vocab_size)
     prompts = {name: x.to(device) for name, x in prompts.items()}
     generate(model, prompts, 2)  # kernels are compiled, buffers are made
     dist.barrier()

@@ -131,12 +131,14 @@ def small_config(family: str) -> PretrainedConfig:
 
 
 def write_small_checkpoint(
-    directory: Path, family: str, seed: int = 0, num_shards: int = 3
+    directory: Path, family: str, seed: int = 0, num_shards: int = 3, vocab_size: int = 512
 ) -> Path:
     """Write the checkpoint into `directory`, and its BF16 original beside it; return the latter."""
     torch.manual_seed(seed)
     original = directory.with_name(directory.name + "-bf16")
-    model = AutoModelForCausalLM.from_config(small_config(family), dtype=torch.bfloat16)
+    config = small_config(family)
+    config.vocab_size = vocab_size
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.data = torch.randn(buffer.shape) * 0.1  # FP32, as published
@@ -154,14 +156,14 @@ def write_small_checkpoint(
         quantized[key] = data
         quantized[f"{key}_scale_inv"] = scale_inv.to(_SCALE_DTYPE.get(family, torch.float32))
     _write_shards(directory, quantized, num_shards)
-    config = json.loads((original / "config.json").read_text())
-    config["quantization_config"] = {
+    published = json.loads((original / "config.json").read_text())
+    published["quantization_config"] = {
         "quant_method": "fp8",
         "fmt": "e4m3",
         "activation_scheme": "dynamic",
         "weight_block_size": [128, 128],
     }
-    (directory / "config.json").write_text(json.dumps(config, indent=2))
+    (directory / "config.json").write_text(json.dumps(published, indent=2))
     return original
 
 

@@ -1,7 +1,8 @@
 """README, docs/ and other pages: blocks run, commands exist, links lead somewhere.
 
 Blocks of ```python run on the CPU, those of ```python gpu are compiled, and run where there is a
-GPU. CHECKPOINT, ORIGINAL and COMPRESSED are small checkpoints in the folder where a page runs.
+GPU. CHECKPOINT, ORIGINAL and COMPRESSED are small checkpoints in the folder where a page runs;
+their vocabularies are smaller than those of examples, so that no page counts on a size.
 """
 
 import json
@@ -29,6 +30,7 @@ DESIGN = sorted((REPOSITORY / "docs" / "design").glob("*.md"))
 OTHERS = [*(REPOSITORY / name for name in ("CONTRIBUTING.md", "benchmarks/README.md")), *DESIGN]
 FENCED = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 PYTHON, ON_GPU, BASH, OUTPUT = "python", "python gpu", "bash", ""
+VOCAB_SIZE = 300
 
 
 class Block(NamedTuple):
@@ -69,10 +71,10 @@ def _in_an_empty_folder(tmp_path, monkeypatch):
 def write_checkpoints(text: str) -> None:
     """Write the checkpoints that text names into the current directory."""
     if re.search("CHECKPOINT|ORIGINAL", text):
-        original = write_small_checkpoint(Path("CHECKPOINT"), "deepseek_v3")
+        original = write_small_checkpoint(Path("CHECKPOINT"), "deepseek_v3", vocab_size=VOCAB_SIZE)
         original.rename("ORIGINAL")
     if "COMPRESSED" in text:
-        write_small_checkpoint(Path("COMPRESSED"), "qwen3_moe", num_shards=1)
+        write_small_checkpoint(Path("COMPRESSED"), "qwen3_moe", num_shards=1, vocab_size=VOCAB_SIZE)
         for file in Path("COMPRESSED").glob("*.safetensors"):
             tensors = load_file(file)
             named = {key.replace("_scale_inv", "_scale"): x for key, x in tensors.items()}

@@ -111,6 +111,12 @@ def test_train_saves_both_forms(run, tmp_path, dtype):
         assert torch.equal(x.view(torch.uint8), converted[name].view(torch.uint8)), name
 
 
+def test_finetune_names_a_vocabulary_that_is_too_small_for_bytes(run, tmp_path):
+    write_small_checkpoint(tmp_path / "fp8", "qwen3_moe", vocab_size=100)
+    with pytest.raises(SystemExit, match=r"a vocabulary of \d+ or more tokens.*, got 100"):
+        run("finetune.py", "--checkpoint", str(tmp_path / "fp8"))
+
+
 def test_swap_linears(run):
     assert "FP8Linear(in_features=512" in run("swap_linears.py")
 
@@ -121,7 +127,7 @@ def test_moe_block(run):
 
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch without gloo")
 def test_serve_parallel_reads_a_part_of_the_checkpoint_on_each_rank(tmp_path):
-    write_small_checkpoint(tmp_path / "fp8", "qwen3_moe")
+    write_small_checkpoint(tmp_path / "fp8", "qwen3_moe", vocab_size=300)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", "2", "examples/serve_parallel.py", str(tmp_path / "fp8")]
     command += ["--max-new-tokens", "3", "--device", "cpu"]
