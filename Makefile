@@ -17,10 +17,15 @@ ON_GPU  = $(WORKERS) --dist loadgroup --no-loadscope-reorder
 WITH   ?= $(BIN)/python
 READY   = $(if $(filter $(BIN)/python,$(WITH)),.venv/ready)
 
+# Modules whose public names the reference shows; what begins with ! is left out, as modules whose name a function has.
+API    := moefp8 moefp8.distributed moefp8.functional.training.weights moefp8.hf moefp8.layers \
+	'!moefp8.precompile' '!moefp8.(distributed|routing|testing)[.]'
+
 NVRTCS := nvidia-cuda-nvrtc-cu12==12.6.* nvidia-cuda-nvrtc-cu12==12.8.* nvidia-cuda-nvrtc-cu12==12.9.* \
 	nvidia-cuda-nvrtc==13.0.* nvidia-cuda-nvrtc
 
-.PHONY: help demo test test-hf-oldest test-torch-oldest test-gpu test-gpu-quick public fuzz sanitize verify-compilers check format bench-load clean
+.PHONY: help demo test test-hf-oldest test-torch-oldest test-gpu test-gpu-quick public fuzz sanitize \
+	verify-compilers check format docs dist publish bench-load clean
 help:            ## list the targets
 	@grep -E '^[a-z-]+: .*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
 
@@ -41,8 +46,7 @@ test: .venv/ready  ## every test that needs no GPU
 test-hf-oldest:  ## the tests of the plug-in with the oldest transformers that it supports
 	$(PYTHON) -m venv .venv-hf-oldest
 	.venv-hf-oldest/bin/pip install --quiet $(TORCH)
-	.venv-hf-oldest/bin/pip install --quiet --editable '.[hf,testing]' $(OLDEST_HF) \
-		'accelerate>=1.10' 'pytest-xdist>=3.8'
+	.venv-hf-oldest/bin/pip install --quiet --editable '.[hf,testing]' $(OLDEST_HF) 'pytest-xdist>=3.8'
 	OMP_NUM_THREADS=1 .venv-hf-oldest/bin/python -m pytest $(ON_CPU) tests/hf
 
 # It brings CUDA's packages, gigabytes. Left out: peers, most tests of FSDP2, and transformers, which have faults of
@@ -51,7 +55,7 @@ test-torch-oldest:  ## most tests with the oldest torch that users may bring
 	$(PYTHON) -m venv .venv-torch-oldest
 	.venv-torch-oldest/bin/pip install --quiet '$(OLDEST_TORCH)'
 	.venv-torch-oldest/bin/pip install --quiet --editable '.[hf,testing]' \
-		'accelerate>=1.10' 'peft>=0.20' 'nvidia-cuda-nvdisasm>=13' 'pytest-xdist>=3.8'
+		'peft>=0.20' 'nvidia-cuda-nvdisasm>=13' 'pytest-xdist>=3.8'
 	OMP_NUM_THREADS=1 .venv-torch-oldest/bin/python -m pytest $(ON_CPU) -k 'not spills_nothing' \
 		tests/adapters tests/checkpoint tests/deep_gemm tests/distributed/expert_parallel tests/functional tests/fuzz \
 		tests/kernels tests/layers tests/precompile tests/quant tests/routing tests/testing
@@ -96,8 +100,20 @@ format: .venv/ready  ## rewrite in the house format
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+docs: .venv/ready  ## the reference of all public names, from their docstrings, into site/
+	$(BIN)/python -W error -m pdoc --docformat google --output-directory site $(API)
+
+dist: .venv/ready  ## wheel and sdist into dist/, each tried outside this checkout
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation --sdist --wheel  # both from this checkout
+	$(BIN)/python -m twine check --strict dist/*
+	$(BIN)/python -m tests.dist dist
+
+publish: dist  ## upload what `make dist` made, with twine's own settings
+	$(BIN)/python -m twine upload dist/*
+
 bench-load: .venv/ready  ## checkpoint loading speed and memory
 	$(BIN)/python -m benchmarks.load
 
 clean:  ## remove what make made
-	rm -rf .venv .venv-hf-oldest .venv-torch-oldest .nvrtc build dist
+	rm -rf .venv .venv-hf-oldest .venv-torch-oldest .nvrtc build dist site

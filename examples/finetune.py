@@ -5,8 +5,8 @@
 
 The text is the Zen of Python. The small checkpoint is random and reads bytes, so what it learns, it
 learns from these lines; another checkpoint takes its own tokenizer. It needs transformers
-(pip install '.[hf]' in a clone) and no GPU. Where there is one it runs there, which also needs
-accelerate; `--device cpu` stays on the CPU.
+(pip install '.[hf]' in a clone) and no GPU. Where there is one it runs there; `--device cpu` stays
+on the CPU.
 """
 
 import argparse

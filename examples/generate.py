@@ -26,7 +26,7 @@ DEMO = "deepseek_v3", "qwen3_moe"
 
 def load(directory: Path, device: str) -> PreTrainedModel:
     """transformers' model with our modules where the checkpoint holds FP8 weights."""
-    place = {} if device == "cpu" else {"device_map": device}  # this needs accelerate
+    place = {} if device == "cpu" else {"device_map": device}
     return AutoModelForCausalLM.from_pretrained(
         directory, quantization_config=FP8Config(), dtype=torch.bfloat16, **place
     )
@@ -95,7 +95,6 @@ def run(directory: Path, bf16_directory: Path | None, arguments: argparse.Namesp
         ids = tokenizer(arguments.prompt, return_tensors="pt").input_ids.to(arguments.device)
     else:
         tokenizer = None
-<<<<<<< HEAD
         vocab_size = model.get_input_embeddings().num_embeddings
         ids = torch.randint(2, vocab_size, (1, 64), device=arguments.device)
     ids, num_tokens = ids.expand(arguments.batch, -1), arguments.max_new_tokens
@@ -105,11 +104,6 @@ def run(directory: Path, bf16_directory: Path | None, arguments: argparse.Namesp
     except ValueError as error:  # not every model has steps that are all alike
         print(f"  decodes as it is called: {error}")
         tokens, prefill_s, step_s = generate(model, ids, num_tokens)
-=======
-        vocab_size = model.get_input_embeddings().num_embeddings
-        ids = torch.randint(2, vocab_size, (1, 64), device=arguments.device)
-    tokens, prefill_s, token_s = generate(model, ids, arguments.max_new_tokens)
->>>>>>> 8bd5dc5 (Examples and pages draw token ids below the model's vocabulary: one of 300 tokens died of an IndexError)
     text = tokenizer.decode(tokens) if tokenizer else " ".join(map(str, tokens))
     print(
         f"  generated {len(tokens)} tokens at {len(ids) / step_s:,.1f} tokens/s, after a prefill "

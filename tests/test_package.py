@@ -1,9 +1,8 @@
-"""The package from outside: what it imports, what it exports, and that a wheel of it works."""
+"""The package from outside: what it imports and what it exports; `tests.dist` tries its wheel."""
 
 import ast
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ import pytest
 import moefp8
 
 ROOT = Path(moefp8.__file__).parent
-REPOSITORY = ROOT.parent
 
 CHECKPOINT = {"checkpoint/errors", "checkpoint/arguments", "checkpoint/files"}  # its foundations
 
@@ -150,29 +148,3 @@ def test_import_needs_nothing_and_costs_little():
     CPU time counts, in the same process: what else the machine does slows both alike.
     """
     assert any(float(run_python(IMPORT, CUDA_VISIBLE_DEVICES="")) < 0.5 for _ in range(3))
-
-
-def test_a_wheel_works_elsewhere(tmp_path):
-    pytest.importorskip("hatchling")
-    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path)]
-    subprocess.run(build, cwd=REPOSITORY, check=True, capture_output=True)
-    (wheel,) = tmp_path.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        names = archive.namelist()
-        archive.extractall(tmp_path / "site")
-    sources = {"moefp8/kernels/gemm/gemm.cu", "moefp8/kernels/device/tma.cuh"}
-    assert {"moefp8/py.typed", *sources} <= {*names}
-    assert not [name for name in names if name.startswith(("tests", "benchmarks", "examples"))]
-    code = f"""
-import importlib.metadata, sys
-sys.path.insert(0, {str(tmp_path / "site")!r})
-import torch, moefp8
-assert moefp8.__file__.startswith({str(tmp_path)!r}), moefp8.__file__
-print(moefp8.FP8Linear(8, 4)(torch.ones(2, 8)).shape)
-(wheel,) = importlib.metadata.distributions(name="moefp8", path=[{str(tmp_path / "site")!r}])
-assert wheel.version == moefp8.__version__, wheel.version
-(script,) = wheel.entry_points.select(group="console_scripts")
-sys.argv = [script.name, "--version"]
-script.load()()
-"""
-    assert run_python(code, "-I") == f"torch.Size([2, 4])\nmoefp8 {moefp8.__version__}\n"
