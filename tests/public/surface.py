@@ -143,6 +143,36 @@ def run_command(*argv: str) -> tuple[int, str, str]:
     return status or 0, out.getvalue(), err.getvalue()
 
 
+def variables(folder: str) -> dict[str, str | None]:
+    """Return environment variable -> default of all that Python files of a folder read.
+
+    The default is None where it is no constant in the call that reads the variable.
+    """
+    read: dict[str, str | None] = {}
+    for file in sorted((REPOSITORY / folder).rglob("*.py")):
+        text = file.read_text()
+        tree = ast.parse(text if "environ" in text or "getenv" in text else "")
+        constants = {
+            ast.unparse(node.targets[0]): node.value
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+        }
+        for node in ast.walk(tree):
+            values = [constants.get(ast.unparse(x), x) for x in _read_by(node)]
+            name, default = [getattr(x, "value", None) for x in [*values, None, None]][:2]
+            if isinstance(name, str):
+                read[name] = default if isinstance(default, str) else None
+    return read
+
+
+def _read_by(node: ast.AST) -> list[ast.expr]:
+    """Return the variable that an expression reads, and its default; nothing of any other."""
+    if isinstance(node, ast.Call) and ast.unparse(node.func) in ("os.environ.get", "os.getenv"):
+        return node.args
+    is_read = isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load)
+    return [node.slice] if is_read and ast.unparse(node.value) == "os.environ" else []
+
+
 # ---- What a source uses ----
 
 
@@ -253,8 +283,8 @@ def unused(source: Source) -> list[str]:
         words = source.commands[command] if command else source.strings
         missing += [f"{command} {y}".strip() for y in sorted(known - words - {"--help"})]
     words = source.strings.union(*source.keywords.values())
-    variables = {x for word in words for x in _VARIABLE.findall(word)}
-    return missing + sorted({*_VARIABLE.findall(docs())} - variables)
+    used = {x for word in words for x in _VARIABLE.findall(word)}
+    return missing + sorted({*filter(_VARIABLE.fullmatch, variables("moefp8"))} - used)
 
 
 def _method_keywords(source: Source, method: str, used: set[str] | None) -> set[str] | None:

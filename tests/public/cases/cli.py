@@ -67,6 +67,7 @@ def settings(device: str) -> Any:
             MOEFP8_CACHE_DIR="kernels",
             MOEFP8_CACHE_MAX_BYTES="1048576",
             MOEFP8_STRICT="1",
+            MOEFP8_COMPILER="nvrtc",
             MOEFP8_INTERLEAVE="0",
         ),
         _process(
