@@ -1,13 +1,20 @@
 """Pages for reference say what the sources say: environment variables, and messages of errors."""
 
+import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 from moefp8.kernels.jit import max_cache_bytes
 from tests.public import surface
+from tests.test_docs import OUTPUT, blocks_of
 
 REPOSITORY = Path(__file__).parents[1]
 ENVIRONMENT = REPOSITORY / "docs" / "environment.md"
+TROUBLESHOOTING = REPOSITORY / "docs" / "troubleshooting.md"
+VALUE = "\0"  # stands for a value in the text of an f-string
 ROW = re.compile(r"^\| ((?:`[A-Z0-9_]+`(?:, then )?)+) \| (.+?) \| .+ \|$", re.MULTILINE)
 
 
@@ -54,3 +61,63 @@ def test_variables_are_found_however_they_are_read(tmp_path):
     )
     expected = {"BY_NAME": None, "IN_BRACKETS": None, "BY_GETENV": "3"}
     assert surface.variables(str(tmp_path)) == expected
+
+
+# Messages of errors
+
+
+def messages_on_the_page() -> list[str]:
+    return [block.text.strip() for block in blocks_of(TROUBLESHOOTING) if block.kind == OUTPUT]
+
+
+def texts_of(tree: ast.Module) -> Iterator[str]:
+    """Yield all strings of a file, with VALUE for values that f-strings hold."""
+    constants = {
+        ast.unparse(node.targets[0]): node.value.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+    }
+
+    def text_of(part: ast.expr) -> str:
+        if isinstance(part, ast.Constant):
+            return str(part.value)
+        assert isinstance(part, ast.FormattedValue)
+        return str(constants.get(ast.unparse(part.value), VALUE))
+
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(map(text_of, node.values))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+@pytest.fixture(scope="module")
+def texts() -> str:
+    files = sorted((REPOSITORY / "moefp8").rglob("*.py"))
+    return "\n".join(text for file in files for text in texts_of(ast.parse(file.read_text())))
+
+
+def stands_in(texts: str, message: str) -> bool:
+    """Whether a text has the words of message; `...` inside of it stands for values alone."""
+    words = message.strip(" .:;").split("...")
+    return len("".join(words)) > 15 and bool(
+        re.search(f"{VALUE}+".join(map(re.escape, words)), texts)
+    )
+
+
+def test_the_page_quotes_messages_as_the_code_raises_them(texts):
+    messages = messages_on_the_page()
+    assert len(messages) >= 20
+    assert [message for message in messages if not stands_in(texts, message)] == []
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "...: all tensors must be on one GPU, got ...",
+        "FP8Linear: the last dimension of ..., got shape ...",
+        "...: ... must be ..., got ...",
+    ],
+)
+def test_a_message_that_no_code_raises_is_seen(texts, message):
+    assert not stands_in(texts, message)
