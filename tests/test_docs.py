@@ -25,6 +25,7 @@ from tests.hf.model_cases import BLOCKS as OF_COMPRESSED_TENSORS
 
 REPOSITORY = Path(__file__).parents[1]
 README = REPOSITORY / "README.md"
+INDEX = REPOSITORY / "docs" / "README.md"
 PAGES = sorted((REPOSITORY / "docs").glob("*.md"))
 DESIGN = sorted((REPOSITORY / "docs" / "design").glob("*.md"))
 OTHERS = [*(REPOSITORY / name for name in ("CONTRIBUTING.md", "benchmarks/README.md")), *DESIGN]
@@ -194,15 +195,21 @@ def test_blocks_keep_to_the_rules(page):
 
 def test_the_readme_shows_every_use_and_links_its_page():
     _, _, use = README.read_text().partition("\n## Use\n")
-    index, *sections = use.partition("\n## ")[0].split("\n### ")
+    first, *sections = use.partition("\n## ")[0].split("\n### ")
     assert all(f"```{PYTHON}\n" in section for section in sections)
-    assert all(len(docs_in(section)) == 1 for section in sections)
-    found = sorted(docs_in(index + "".join(sections)))
-    assert found == [f"docs/{page.name}" for page in PAGES]
+    assert all(len(pages_in(section.partition("\n")[0])) == 1 for section in sections)
+    assert pages_in(first) == ["docs/README.md"]
 
 
-def docs_in(text: str) -> list[str]:
-    return re.findall(r"\]\((docs/[\w-]+\.md)\)", text)
+def test_the_index_links_every_page():
+    others = ["../CHANGELOG.md", "../CONTRIBUTING.md", "../benchmarks/README.md"]
+    pages = [str(page.relative_to(INDEX.parent)) for page in [*PAGES, *DESIGN] if page != INDEX]
+    assert sorted(pages_in(INDEX.read_text())) == sorted([*others, *pages])
+
+
+def pages_in(text: str) -> list[str]:
+    """Return the pages that a text links, without what comes after #."""
+    return re.findall(r"\]\(([\w./-]+\.md)(?:#[\w-]+)?\)", text)
 
 
 @pytest.mark.parametrize(("page", "most"), [("README.md", 220), ("CONTRIBUTING.md", 120)])
