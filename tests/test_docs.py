@@ -28,7 +28,10 @@ README = REPOSITORY / "README.md"
 INDEX = REPOSITORY / "docs" / "README.md"
 PAGES = sorted((REPOSITORY / "docs").glob("*.md"))
 DESIGN = sorted((REPOSITORY / "docs" / "design").glob("*.md"))
-OTHERS = [*(REPOSITORY / name for name in ("CONTRIBUTING.md", "benchmarks/README.md")), *DESIGN]
+OTHERS = [
+    *(REPOSITORY / name for name in ("CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md")),
+    *DESIGN,
+]
 FENCED = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 PYTHON, ON_GPU, BASH, OUTPUT = "python", "python gpu", "bash", ""
 VOCAB_SIZE = 300
@@ -202,7 +205,9 @@ def test_the_readme_shows_every_use_and_links_its_page():
 
 
 def test_the_index_links_every_page():
-    others = ["../CHANGELOG.md", "../CONTRIBUTING.md", "../benchmarks/README.md"]
+    others = [
+        *(f"../{x}.md" for x in ("CHANGELOG", "CONTRIBUTING", "SECURITY", "benchmarks/README"))
+    ]
     pages = [str(page.relative_to(INDEX.parent)) for page in [*PAGES, *DESIGN] if page != INDEX]
     assert sorted(pages_in(INDEX.read_text())) == sorted([*others, *pages])
 
