@@ -27,7 +27,7 @@ def names_in(site: Path) -> set[str]:
     }
 
 
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error:::pdoc")
 def test_the_reference_shows_every_public_name(tmp_path):
     pdoc = pytest.importorskip("pdoc")
     pdoc.render.configure(docformat="google", show_source=False)
