@@ -2,8 +2,8 @@
 
 It writes a checkpoint of random weights for each model, with its real config, and loads it by
 `from_pretrained` with moefp8, with transformers' own FP8 and dequantized to BF16, each in a process
-of its own. Of each it tells load time, prefill, decoding as it is called and in CUDA graphs, peak
-memory, and where the time goes.
+of its own, which take turns. Of each it tells load time, prefill, decoding as it is called, in
+CUDA graphs and compiled, peak memory, and where the time goes.
 """
 
 import argparse
@@ -12,7 +12,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from benchmarks.session import Row, finish, measured, write
 from moefp8.testing import row_errors
 
 BATCHES, PROMPT, CONTEXT = (1, 16, 128), 4096, 256
-PATIENCE_S = 240
+PATIENCE_S = 570
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -71,7 +71,8 @@ def rows_of(name: str, options: argparse.Namespace) -> Iterator[Row]:
     row: Row = {"model": name, "title": title, "layers": config.num_hidden_layers}
     try:
         with ThreadPoolExecutor(1) as pool:
-            tokens = options.prompt, *options.batches
+            prompts = (batch * (options.context // 2) for batch in options.batches)
+            tokens = options.prompt, *options.batches, *prompts
             cached = options.prompt, *(batch * options.context for batch in options.batches)
             is_gpu = device.type == "cuda"
             compiled = pool.submit(compile_ahead, config, tokens, cached) if is_gpu else None
@@ -84,12 +85,18 @@ def rows_of(name: str, options: argparse.Namespace) -> Iterator[Row]:
         row["ready_s"] = round(time.perf_counter() - started, 1)
         print(f"\n{title}: {row['checkpoint_gib']} GiB in {row['write_s']} s", flush=True)
         row["peers"] = {}
-        for provider in options.providers:
-            found = found_by(provider, work, options, device)
-            row["peers"][provider] = found
-            add_errors(row["peers"], work)
-            print(*lines_of_provider(provider, found), sep="\n", flush=True)
-            yield row
+        for name in options.providers:
+            (work / name).mkdir()
+        with ThreadPoolExecutor(len(options.providers)) as pool:
+            runs = {
+                pool.submit(found_by, each, work, options, device): each
+                for each in options.providers
+            }
+            for run in as_completed(runs):
+                row["peers"][runs[run]] = run.result()
+                add_errors(row["peers"], work)
+                print(*lines_of_provider(runs[run], run.result()), sep="\n", flush=True)
+                yield row
     finally:
         if options.keep:
             print(f"kept: {checkpoint}")
@@ -98,16 +105,15 @@ def rows_of(name: str, options: argparse.Namespace) -> Iterator[Row]:
 
 
 def found_by(provider: str, work: Path, options: argparse.Namespace, device: torch.device) -> Found:
-    result = work / provider
-    result.mkdir()
     settings = Settings(
         provider,
         str(work / "checkpoint"),
-        str(result),
+        str(work / provider),
         str(device),
         options.prompt,
         options.batches,
         options.context,
+        others=tuple(str(work / name) for name in options.providers if name != provider),
     )
     started = time.perf_counter()
     found = run_in_a_process(settings, PATIENCE_S)
@@ -137,9 +143,13 @@ def lines_of_provider(provider: str, found: Found) -> Iterator[str]:
     memory = f", {found['weights_gib']} GiB" if "weights_gib" in found else ""
     yield f"{TITLES[provider]}: loaded in {found['load_s']} s{memory}; {found['all_s']} s in all"
     for name, figures in found["phases"].items():
-        graph = figures.get("graph_ms") or figures.get("graph_refused", "-")
+        graph, compiled = (
+            figures.get(f"{mode}_ms") or figures.get(f"{mode}_refused", "-")
+            for mode in ("graph", "compiled")
+        )
         moe = f"MoE {figures['moe_ms']} ms, alone {figures['moe_alone_ms']}"
-        yield f"  {name:12} eager {figures['eager_ms']:9.3f} ms   graph {graph} ms   {moe}"
+        times = f"graph {graph} ms   compiled {compiled} ms   {figures.get('experts', '')}"
+        yield f"  {name:12} eager {figures['eager_ms']:9.3f} ms   {times}   {moe}"
     if "ended" in found:
         yield f"  then it ended: {found['ended']}"
 

@@ -1,11 +1,14 @@
 """What is timed of a loaded model: the prefill of a prompt, and decoding for several batches."""
 
 import gc
+import statistics
+import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
-from transformers import StaticCache
+from transformers import LogitsProcessor, LogitsProcessorList, StaticCache
 
 from benchmarks.model import PREFILL, decode_name
 from benchmarks.model.timeline import (
@@ -14,32 +17,40 @@ from benchmarks.model.timeline import (
     moe_blocks,
     moe_us,
     parts_of_call,
+    synchronize,
     us_without_rest,
 )
 from benchmarks.peers import first_line
 from benchmarks.timing import FLUSH_BYTES, captured
+from moefp8.hf import DecodingGraphs
+from moefp8.hf.generate import cache_name
 
 Figures = dict[str, Any]
 
 _NUM_LOGITS = 16  # of the prompt's last tokens: the head takes as long as for one
+_MANY, _MANY_AS_CALLED = 40, 16  # new tokens of the longer of two calls
 
 
 class Phase(NamedTuple):
-    """num_tokens: of one call. begin: makes room for `room` calls in a row."""
+    """num_tokens: of one call. begin: makes room for `room` calls in a row.
+
+    prompts: of decoding, ids [batch, half a cache], after which tokens are generated.
+    """
 
     name: str
     num_tokens: int
     call: Call
     begin: Call
     room: int
+    prompts: torch.Tensor | None = None
 
 
 def phases(model: Any, prompt: int, batches: Iterable[int], context: int) -> Iterator[Phase]:
     """The phases of one model; what each needs is made when its turn comes.
 
     A prompt has `prompt` tokens. A cache for decoding has room for `context` tokens of each
-    sequence, and begins half full of random numbers. Tokens are random, and the same in each step:
-    what a random model says would soon be one token in all sequences, and so would the experts be.
+    sequence, and begins half full. Tokens are random: what a random model says would soon be one
+    token in all sequences, and so would the experts be.
     """
     yield _prefill(model, prompt)
     for batch in batches:
@@ -49,33 +60,39 @@ def phases(model: Any, prompt: int, batches: Iterable[int], context: int) -> Ite
 def _prefill(model: Any, prompt: int) -> Phase:
     ids = _random_ids(model, 1, prompt)
     cache = StaticCache(config=model.config, max_cache_len=prompt)
+    options = {cache_name(model): cache, "logits_to_keep": _NUM_LOGITS}
 
     def call() -> torch.Tensor:
         _set_length(cache, 0)
-        logits: torch.Tensor = model(ids, cache=cache, logits_to_keep=_NUM_LOGITS).logits
+        logits: torch.Tensor = model(ids, **options).logits
         return logits
 
     return Phase(PREFILL, prompt, call, _nothing, 9)
 
 
 def _decode(model: Any, batch: int, context: int) -> Phase:
-    ids = _random_ids(model, batch, 1)
-    cache, begin = StaticCache(config=model.config, max_cache_len=context), context // 2
+    ids, begin = _random_ids(model, batch, 1), context // 2
+    cache = StaticCache(config=model.config, max_cache_len=context)
+    options = {cache_name(model): cache}
 
     def call() -> torch.Tensor:
-        logits: torch.Tensor = model(ids, cache=cache).logits
+        logits: torch.Tensor = model(ids, **options).logits
         return logits
 
     call()
     fill_at_random(cache)
     room = min(context - begin, 60)
-    return Phase(decode_name(batch), batch, call, lambda: _set_length(cache, begin), room)
+    prompts = _random_ids(model, batch, begin)
+    name = decode_name(batch)
+    return Phase(name, batch, call, lambda: _set_length(cache, begin), room, prompts)
 
 
 def fill_at_random(cache: Any) -> None:
     """Normal numbers into all that a cache holds. Some layers hold no values of their own: latent
-    attention makes them of the keys."""
+    attention makes them of the keys. RuntimeError if the model has not taken the cache."""
     for layer in cache.layers:
+        if layer.keys is None:
+            raise RuntimeError("the model has not written into the cache that it was given")
         for held in (layer.keys, layer.values):
             if held is not None:
                 held.normal_()
@@ -95,38 +112,133 @@ def _set_length(cache: StaticCache, length: int) -> None:
 def measure(model: Any, phase: Phase) -> Figures:
     """The figures of one phase; what a provider refuses is told in "graph_refused".
 
-    eager_ms, graph_ms: one call as it is called, and one replay of its CUDA graph; medians of many
-    in a row. parts: microseconds of each part and layer, in the graph if there is one. moe_alone:
-    those of the MoE blocks alone, on the same inputs, each behind a flush of L2.
+    eager_ms, graph_ms: as it is called, and in CUDA graphs. Of a prefill these are a call and a
+    replay, medians of many in a row; of decoding, a token of `generate` and of `DecodingGraphs`.
+    parts: microseconds of each part and layer, in the graph if there is one. moe_alone: those of
+    the MoE blocks alone, on the same inputs, each after a flush of L2.
     """
     device = model.device
-    found: Figures = {"tokens": phase.num_tokens}
+    figures: Figures = {"tokens": phase.num_tokens}
     is_gpu = device.type == "cuda"
     if is_gpu:
         torch.cuda.reset_peak_memory_stats()
     _warm_up(phase)
-    repeats = max(2, min(phase.room - 2, 20))
-    found["eager_ms"] = _ms(phase, phase.call, repeats, device)
+    if phase.prompts is None:
+        repeats = max(2, min(phase.room - 2, 20))
+        figures["eager_ms"] = _ms(phase, phase.call, repeats, device)
+    else:
+        figures["eager_ms"] = _ms_a_token(model.generate, phase.prompts, _MANY_AS_CALLED)
     if is_gpu:
-        found["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
+        figures["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
         try:
-            phase.begin()
-            replay = captured(phase.call)
-            found["graph_ms"] = _ms(phase, replay, max(2, min(phase.room, 50)), device)
-            del replay
+            figures |= _in_graphs(model, phase)
         except Exception as error:
-            found["graph_refused"] = first_line(error)
-    if "graph_ms" in found:
+            figures["graph_refused"] = first_line(error)
+    if "graph_ms" in figures:
         try:
-            found |= _parts(model, phase, in_graph=True)
+            figures |= _parts(model, phase, in_graph=True)
         except Exception as error:
-            found["parts_refused"] = first_line(error)
-    if "parts" not in found:
-        found |= _parts(model, phase, in_graph=False)
+            figures["parts_refused"] = first_line(error)
+    if "parts" not in figures:
+        figures |= _parts(model, phase, in_graph=False)
+    _free()
+    return figures
+
+
+def measure_compiled(model: Any, phase: Phase, turn: AbstractContextManager[None]) -> Figures:
+    """compiled_ms: a token of `DecodingGraphs(compile=True)`, timed within `turn`.
+
+    compile_s: what the first call took, in which blocks are compiled.
+    """
+    if phase.prompts is None:
+        return {}
+    graphs, started = DecodingGraphs(model, compile=True), time.perf_counter()
+    try:
+        _generate(graphs.generate, phase.prompts, _few_and_many(phase.prompts, _MANY)[1])
+        synchronize(model.device)
+        taken = {"compile_s": round(time.perf_counter() - started, 1)}
+        with turn:
+            return {"compiled_ms": _ms_a_token(graphs.generate, phase.prompts, _MANY), **taken}
+    except Exception as error:
+        return {"compiled_refused": first_line(error)}
+    finally:
+        del graphs
+        _free()
+
+
+def _in_graphs(model: Any, phase: Phase) -> Figures:
+    """graph_ms; experts: of transformers' own ways to run its experts, the one that was faster."""
+    if phase.prompts is None:
+        phase.begin()
+        replay = captured(phase.call)
+        return {"graph_ms": _ms(phase, replay, max(2, min(phase.room, 50)), model.device)}
+    ways: dict[str | None, float] = {}
+    for way in _ways_of_experts(model):
+        if way is not None:
+            model.set_experts_implementation(way)
+        generate = DecodingGraphs(model).generate
+        ways[way] = _ms_a_token(generate, phase.prompts, _MANY)
+        del generate
+        _free()
+    ms, way = min((ms, way or "") for way, ms in ways.items())
+    if not way:
+        return {"graph_ms": ms}
+    model.set_experts_implementation(way)
+    return {"graph_ms": ms, "experts": way}
+
+
+def _ways_of_experts(model: Any) -> tuple[str | None, ...]:
+    """transformers decodes by "batched_mm" and all else by "grouped_mm" if nothing is chosen."""
+    is_grouped = "grouped_mm" in model.get_experts_implementation().values()
+    is_batched = "batched_mm" in model.get_experts_implementation().values()
+    return ("grouped_mm", "batched_mm") if is_grouped or is_batched else (None,)
+
+
+class _AtRandom(LogitsProcessor):
+    """Any word may be next."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return torch.rand_like(scores)
+
+
+def _generate(generate: Callable[..., Any], prompts: torch.Tensor, num_new: int) -> None:
+    generate(
+        prompts,
+        attention_mask=torch.ones_like(prompts),
+        logits_processor=LogitsProcessorList([_AtRandom()]),
+        max_new_tokens=num_new,
+        eos_token_id=None,
+        pad_token_id=0,
+        do_sample=False,
+    )
+
+
+def _few_and_many(prompts: torch.Tensor, many: int) -> tuple[int, int]:
+    """Numbers of new tokens, for which a cache has room that the prompts fill by half."""
+    many = min(many, prompts.shape[1])
+    return many // 4, many
+
+
+def _ms_a_token(generate: Callable[..., Any], prompts: torch.Tensor, many: int) -> float:
+    """What each new token adds to a call: the median of three differences."""
+    few, many = _few_and_many(prompts, many)
+
+    def seconds(num_new: int) -> float:
+        synchronize(prompts.device)
+        started = time.perf_counter()
+        _generate(generate, prompts, num_new)
+        synchronize(prompts.device)
+        return time.perf_counter() - started
+
+    seconds(many)
+    taken = [(seconds(many) - seconds(few)) / (many - few) for _ in range(3)]
+    return round(statistics.median(taken) * 1e3, 4)
+
+
+def _free() -> None:
     gc.collect()
-    if is_gpu:
+    if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    return found
 
 
 def _warm_up(phase: Phase) -> None:

@@ -111,7 +111,7 @@ def parts_of_call(
 ) -> Parts:
     """The parts of a call that runs `model` or blocks of it, medians over `repeats`.
 
-    in_graph: of replays of a CUDA graph, each behind another one, so that the GPU has no rest.
+    in_graph: of replays of a CUDA graph, each after another one, so that the GPU has no rest.
     """
     marks: list[Mark] = []
     num_layers = len(model.model.layers)

@@ -3,11 +3,13 @@
 What is found is written into a file after each phase, so that it outlives a process that dies.
 """
 
+import fcntl
 import json
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ import torch
 from benchmarks.peers import first_line
 
 Found = dict[str, Any]  # "refused", or "load_s", "weights_gib" and "phases"
-LOGITS = "logits.pt"
+LOGITS, _LOCK, _TIMED = "logits.pt", "turn", "timed"
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,7 @@ class Settings:
     """checkpoint, result: a directory to read, and one to write into.
 
     prompt, batches, context: as `phases.phases` takes them.
+    others: the `result` of each provider that runs beside this one.
     """
 
     provider: str
@@ -34,6 +37,22 @@ class Settings:
     prompt: int
     batches: tuple[int, ...]
     context: int
+    others: tuple[str, ...] = ()
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Of all providers, one loads or is timed at a time."""
+        with (Path(self.checkpoint).parent / _LOCK).open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    def note_timed(self) -> None:
+        (Path(self.result) / _TIMED).touch()
+
+    def wait_for_others(self) -> None:
+        """Until each has been timed but for what is compiled, which takes all cores, or ended."""
+        while not all((Path(other) / _TIMED).exists() for other in self.others):
+            time.sleep(0.2)
 
 
 def run_in_a_process(settings: Settings, patience_s: float) -> Found:
@@ -54,6 +73,8 @@ def run_in_a_process(settings: Settings, patience_s: float) -> Found:
             how = f"the process ended with {ran.returncode}: {last[:200]}"
     except subprocess.TimeoutExpired:
         how = f"not done in {patience_s:.0f} s"
+    finally:
+        settings.note_timed()
     file = Path(settings.result) / "found.json"
     found: Found = json.loads(file.read_text()) if file.exists() else {}
     if how:
@@ -74,47 +95,61 @@ def find(settings: Settings) -> Iterator[Found]:
     from transformers.utils import logging
 
     from benchmarks.model.checkpoint import on_meta
-    from benchmarks.model.providers import PROVIDERS
+    from benchmarks.model.phases import measure, measure_compiled, phases
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()
-    provider, path = PROVIDERS[settings.provider], Path(settings.checkpoint)
-    device = torch.device(settings.device)
-    if why := provider.refuses(path, device):
-        yield {"refused": why}
-        return
+    path, device = Path(settings.checkpoint), torch.device(settings.device)
     torch.empty(1, device=device)
     on_meta(AutoConfig.from_pretrained(path))  # neither a CUDA context nor imports are a load
+    with torch.inference_mode():
+        with settings.turn():
+            found, model = _load(settings, path, device)
+            yield found
+            if model is None:
+                return
+            logits = Path(settings.result) / LOGITS
+            try:
+                each = phases(model, settings.prompt, settings.batches, settings.context)
+                for phase in each:
+                    found["phases"][phase.name] = measure(model, phase)
+                    if not logits.exists():
+                        torch.save(phase.call().float().cpu(), logits)
+                    yield found
+            except Exception as error:  # after an error of a GPU no other phase would work
+                yield {**found, "ended": first_line(error)}
+                return
+        settings.note_timed()
+        if device.type == "cpu":
+            return
+        settings.wait_for_others()
+        for phase in phases(model, settings.prompt, settings.batches, settings.context):
+            figures = found["phases"][phase.name]
+            if "experts" in figures:
+                model.set_experts_implementation(figures["experts"])
+            figures |= measure_compiled(model, phase, settings.turn())
+            yield found
+
+
+def _load(settings: Settings, path: Path, device: torch.device) -> tuple[Found, Any]:
+    """What is found of the load, and the model, or None if it is refused."""
+    from benchmarks.model.providers import PROVIDERS
+
+    provider = PROVIDERS[settings.provider]
+    if why := provider.refuses(path, device):
+        return {"refused": why}, None
     started = time.perf_counter()
     try:
         model = provider.load(path, device)
     except Exception as error:
-        yield {"refused": first_line(error)}
-        return
+        return {"refused": first_line(error)}, None
     found: Found = {"phases": {}}
     if device.type == "cuda":
         torch.cuda.synchronize()
         found["weights_gib"] = round(torch.cuda.memory_allocated() / 2**30, 2)
         found["load_peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
     found["load_s"] = round(time.perf_counter() - started, 2)
-    yield found
-    yield from _find_phases(model.eval(), settings, found)
-
-
-@torch.inference_mode()
-def _find_phases(model: Any, settings: Settings, found: Found) -> Iterator[Found]:
-    """A phase that fails ends them: after an error of a GPU no other one would work."""
-    from benchmarks.model.phases import measure, phases
-
-    logits = Path(settings.result) / LOGITS
-    try:
-        for phase in phases(model, settings.prompt, settings.batches, settings.context):
-            found["phases"][phase.name] = measure(model, phase)
-            if not logits.exists():
-                torch.save(phase.call().float().cpu(), logits)
-            yield found
-    except Exception as error:
-        yield {**found, "ended": first_line(error)}
+    return found, model.eval()
 
 
 if __name__ == "__main__":

@@ -183,7 +183,7 @@ class _Step:
     def __init__(self, model: Any, batch: int, length: int, has_padding: bool) -> None:
         self.model, self.addresses = model, _addresses_of(model)
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.inputs = _inputs_of(model)
+        self.inputs, self.cache_name = _inputs_of(model), cache_name(model)
         with torch.inference_mode(False):  # calls in either mode write there
             self.cache = StaticCache(config=model.config, max_cache_len=length)
             self.tokens, self.positions = torch.zeros(
@@ -253,7 +253,7 @@ class _Step:
             attention_mask=mask,
             use_cache=True,
             **{name: value for name, value in options.items() if name in self.inputs},
-            **{next(name for name in _CACHES if name in self.inputs): self.cache},
+            **{self.cache_name: self.cache},
             **how,
         )
         logits: torch.Tensor = self.model(**inputs, return_dict=True).logits
@@ -290,6 +290,14 @@ class _Stops:
         """How many steps count: the first after which all had ended is the last of them."""
         steps = range(len(self.events))
         return next((step + 1 for step in steps if self.have_ended(step)), len(steps))
+
+
+def cache_name(model: Any) -> str:
+    """The keyword by which the model takes its cache.
+
+    Of another name transformers knows nothing: it runs with a new cache, and no error.
+    """
+    return next(name for name in _CACHES if name in _inputs_of(model))
 
 
 def _inputs_of(model: Any) -> set[str]:
