@@ -3,7 +3,7 @@
 from .add import add_lora, remove_lora
 from .load import load_lora
 from .lora import LoRA
-from .register import register_with_peft
+from .register import register_with_peft, tell_peft
 from .save import lora_state_dict, save_lora
 
 __all__ = [
@@ -15,3 +15,5 @@ __all__ = [
     "remove_lora",
     "save_lora",
 ]
+
+tell_peft()

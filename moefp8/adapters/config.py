@@ -131,20 +131,32 @@ def settings_for(options: Mapping[Target, Options]) -> Settings:
     )
 
 
-def config_for(model: nn.Module, settings: Settings, targets: Iterable[Target]) -> dict[str, Any]:
-    """The file's content. PEFT matches whole names, and names that end as these behind a dot."""
+def names_for(model: nn.Module, targets: Iterable[Target]) -> tuple[str | list[str], list[str]]:
+    """`target_modules` and `target_parameters`, from which PEFT finds these targets alone.
+
+    It matches whole names, and names that end as these behind a dot.
+    """
     own: Any = getattr(model, "config", None)
     renames = hasattr(own, "model_type") and any(
         isinstance(x, GroupedExperts) for x in model.modules()
     )
-    modules, parameters = [], list(settings.parameters)
-    for path in (x.path for x in targets if x.parameter == "weight"):
-        if renames and path.rpartition(".")[2] in _RENAMED:
-            parameters.append(join(path, "weight"))  # the keys are the same
+    modules, stacks, parameters = [], [], []
+    for target in targets:
+        if target.parameter != "weight":
+            stacks.append(target.name)
+        elif renames and target.path.rpartition(".")[2] in _RENAMED:
+            parameters.append(join(target.path, "weight"))  # the keys are the same
         else:
-            modules.append(path)
+            modules.append(target.path)
     ends = {name[i + 1 :] for name in modules_of(model) for i, x in enumerate(name) if x == "."}
     is_ambiguous = not ends.isdisjoint(modules)
+    return "|".join(map(re.escape, modules)) if is_ambiguous else modules, stacks + parameters
+
+
+def config_for(model: nn.Module, settings: Settings, targets: Iterable[Target]) -> dict[str, Any]:
+    """The file's content."""
+    modules, parameters = names_for(model, targets)
+    own: Any = getattr(model, "config", None)
     config = {
         "base_model_name_or_path": getattr(own, "_name_or_path", None) or None,
         "bias": "none",
@@ -158,7 +170,7 @@ def config_for(model: nn.Module, settings: Settings, targets: Iterable[Target]) 
         "peft_version": LAYOUT,
         "r": settings.usual.rank,
         "rank_pattern": dict(settings.rank_pattern),
-        "target_modules": "|".join(map(re.escape, modules)) if is_ambiguous else modules,
+        "target_modules": modules,
         "task_type": None,
         "use_rslora": settings.usual.use_rslora,
     }

@@ -53,5 +53,10 @@ def from_file(
         return a, b
     module = target.module
     here = module.expert_offset, module.num_experts
-    a, b = a.unflatten(0, (-1, rank)), b.unflatten(1, (rank, -1)).permute(2, 0, 1)
+    a, b = stacked(a, b, rank)
     return a.narrow(0, *here), b.narrow(0, *here)
+
+
+def stacked(a: torch.Tensor, b: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A [E, r, K] and B [E, N, r] of all experts in PEFT's layout, as views."""
+    return a.unflatten(0, (-1, rank)), b.unflatten(1, (rank, -1)).permute(2, 0, 1)

@@ -3,6 +3,7 @@
 T tokens, k choices each, E experts, H hidden, I intermediate, R rows.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,6 +14,9 @@ from ..layers import FP8Linear, GroupedExperts
 from ..layers.experts import WEIGHTS
 from .experts import Inputs, adapted_experts
 from .lora import LoRA
+
+STACKS = "gate_up_proj", "down_proj"
+Factors = tuple[torch.Tensor, torch.Tensor, float]  # A [E, r, K], B [E, N, r], scaling
 
 
 class LoRAFP8Linear(FP8Linear):
@@ -52,28 +56,46 @@ class LoRAGroupedExperts(GroupedExperts):
         addend: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """As in `GroupedExperts`."""
-        check_tensor("GroupedExperts", "hidden_states", hidden_states, FLOATS)
-        weights: dict[str, Any] = {name: self._look_up(name) for name in WEIGHTS}
-        inputs = Inputs(
-            hidden_states,
-            top_k_index,
-            top_k_weights,
-            **weights,
-            **self._adapter("gate_up"),
-            **self._adapter("down"),
-            swiglu_limit=self.swiglu_limit,
-            keep_transposed=self.keep_transposed,
-            expert_offset=self.expert_offset,
-            num_global_experts=self.num_global_experts,
+        adapters = {name: self._adapter(name) for name in STACKS}
+        return compute_adapted(
+            self, adapters, hidden_states, top_k_index, top_k_weights, addend=addend
         )
-        y = adapted_experts("GroupedExperts", inputs)
-        y = y if addend is None else y + addend
-        return y.to(hidden_states.dtype)
 
-    def _adapter(self, name: str) -> dict[str, Any]:
-        """What `Inputs` has of the adapter of that projection."""
-        lora = self._modules.get(f"lora_{name}_proj")
-        if not isinstance(lora, LoRA):
-            return {f"a_of_{name}": None, f"b_of_{name}": None, f"scaling_of_{name}": 0.0}
-        a, b = lora.A.bfloat16(), lora.B.bfloat16()
-        return {f"a_of_{name}": a, f"b_of_{name}": b, f"scaling_of_{name}": lora.scaling}
+    def _adapter(self, parameter: str) -> Factors | None:
+        lora = self._modules.get(f"lora_{parameter}")
+        return (lora.A, lora.B, lora.scaling) if isinstance(lora, LoRA) else None
+
+
+def compute_adapted(
+    experts: GroupedExperts,
+    adapters: Mapping[str, Factors | None],
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    addend: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`GroupedExperts.compute`, with adapters beside the weights that are their keys."""
+    check_tensor("GroupedExperts", "hidden_states", hidden_states, FLOATS)
+    weights: dict[str, Any] = {name: experts._look_up(name) for name in WEIGHTS}
+    inputs = Inputs(
+        hidden_states,
+        top_k_index,
+        top_k_weights,
+        **weights,
+        **_fields("gate_up", adapters.get("gate_up_proj")),
+        **_fields("down", adapters.get("down_proj")),
+        swiglu_limit=experts.swiglu_limit,
+        keep_transposed=experts.keep_transposed,
+        expert_offset=experts.expert_offset,
+        num_global_experts=experts.num_global_experts,
+    )
+    y = adapted_experts("GroupedExperts", inputs)
+    y = y if addend is None else y + addend
+    return y.to(hidden_states.dtype)
+
+
+def _fields(name: str, adapter: Factors | None) -> dict[str, Any]:
+    """What `Inputs` has of the adapter of that projection."""
+    a, b, scaling = adapter or (None, None, 0.0)
+    a, b = (x if x is None else x.bfloat16() for x in (a, b))
+    return {f"a_of_{name}": a, f"b_of_{name}": b, f"scaling_of_{name}": scaling}

@@ -1,8 +1,9 @@
-"""`register_with_peft`: PEFT's own LoRA beside `FP8Linear`."""
+"""PEFT is told of FP8 layers: for all of a process once it is imported, or one config at a time."""
 
+import warnings
 from typing import Any
 
-from ..layers import FP8Linear
+from ..system.imports import after_import
 from .config import INITS, SILENT, is_set
 
 # What PEFT does around a layer, whatever the weight is.
@@ -14,28 +15,52 @@ _AROUND = {
 
 
 def register_with_peft(config: Any) -> Any:
-    """Let `get_peft_model(model, config)` take `FP8Linear` modules, and return `config`.
+    """Let `peft.LoraModel(model, config, name)` take FP8 layers, and return `config`.
 
-    PEFT then trains and saves its adapters as beside `nn.Linear`; merging them raises ValueError.
-    Without this, PEFT refuses `FP8Linear`. Experts are not PEFT's to adapt in FP8: see `add_lora`.
+    `get_peft_model`, `PeftModel` and transformers' `load_adapter` need no such call: once moefp8
+    and PEFT are imported, PEFT trains, saves and loads adapters beside `FP8Linear` and
+    `GroupedExperts` as beside 16-bit weights. Merging them into FP8 codes raises ValueError.
 
     Raises ImportError without PEFT, TypeError unless config is a `peft.LoraConfig`, ValueError for
     variants of LoRA that compute with the weight itself, such as DoRA.
     """
     from peft import LoraConfig
 
-    from .peft import PeftFP8Linear
+    from .peft import register
 
     if not isinstance(config, LoraConfig):
         raise TypeError(
             f"register_with_peft: config must be a peft.LoraConfig, got {type(config).__name__}"
         )
+    check_variant("register_with_peft", config)
+    register(config)
+    return config
+
+
+def check_variant(op: str, config: Any) -> None:
+    """Raise ValueError for settings that compute with a weight itself, or are not known."""
     for key, value in config.to_dict().items():
         is_known = key in _AROUND | SILENT or (key == "init_lora_weights" and value in INITS)
         if not is_known and is_set(value):
             raise ValueError(
-                f"register_with_peft: {key}={value!r} would take FP8 codes for weights, or is not "
-                "known to do without them; use it on moefp8.dequantize(model)"
+                f"{op}: {key}={value!r} would take FP8 codes for weights, or is not known to do "
+                "without them; use it on moefp8.dequantize(model)"
             )
-    config._register_custom_module({FP8Linear: PeftFP8Linear})
-    return config
+
+
+def tell_peft() -> None:
+    """Let PEFT's functions take FP8 layers as soon as PEFT is imported."""
+    after_import("peft", _tell)
+
+
+def _tell() -> None:
+    try:
+        from .peft import put_tuner
+    except ImportError as error:  # whoever imports PEFT may want it for other models
+        warnings.warn(
+            f"moefp8.adapters: this release of PEFT cannot be told of FP8 layers ({error}); "
+            "moefp8.adapters.add_lora and load_lora do without it",
+            stacklevel=2,
+        )
+    else:
+        put_tuner()

@@ -11,14 +11,14 @@ from ..layers import FP8Linear, GroupedExperts
 from ..layers.adapter import Adapter
 from ..layers.parts import parts_of
 from ..layers.trainable import TrainableModule
-from .modules import LoRAFP8Linear, LoRAGroupedExperts, LoRALinear
+from .modules import STACKS, LoRAFP8Linear, LoRAGroupedExperts, LoRALinear
 
 KINDS: dict[type, type] = {
     FP8Linear: LoRAFP8Linear,
     GroupedExperts: LoRAGroupedExperts,
     nn.Linear: LoRALinear,
 }
-STACKS = "gate_up_proj", "down_proj"
+_ALL_LINEAR = "all-linear"  # PEFT's word
 _WRAPPED = "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"
 
 
@@ -61,11 +61,27 @@ def _inner_of(model: nn.Module) -> str:
     return next((name for name in _WRAPPED if name in model._modules), "")
 
 
+def is_all_linear(targets: Any) -> bool:
+    """Whether `targets` is the word that PEFT has for all linears."""
+    return isinstance(targets, str) and targets.lower() == _ALL_LINEAR
+
+
+def all_linear(model: nn.Module) -> list[Target]:
+    """Each linear but the head, as PEFT's "all-linear", and both weights of experts."""
+    modules = {name: x for name, x in modules_of(model).items() if not isinstance(x, Adapter)}
+    head = getattr(modules[""], "get_output_embeddings", lambda: None)()
+    return [target for target in _known(modules) if target.module is not head]
+
+
 def find_targets(op: str, model: nn.Module, targets: str | Iterable[str] | None) -> list[Target]:
     """The weights that `targets` name, as `add_lora` says, each checked, in the model's order."""
     modules = {name: x for name, x in modules_of(model).items() if not isinstance(x, Adapter)}
     known = {target.name: target for target in _known(modules)}
-    if targets is None:
+    if is_all_linear(targets):
+        chosen = all_linear(model)
+        if not chosen:
+            raise ValueError(f"{op}: the model must have linears or experts, but has none")
+    elif targets is None:
         chosen = [x for x in known.values() if not isinstance(x.module, nn.Linear)]
         if not chosen:
             raise ValueError(

@@ -1,53 +1,16 @@
-"""PEFT reads our files, we read PEFT's, and it adapts `FP8Linear`; FP8 codes it never changes."""
-
-import copy
-import pickle
+"""PEFT reads our files, we read PEFT's; FP8 codes it never changes."""
 
 import pytest
 import torch
 from torch import nn
 
 import moefp8
-from moefp8.adapters import add_lora, load_lora, register_with_peft, remove_lora, save_lora
-from tests.adapters.cases import E, H, I, K, Net, error, tokens, trained
+from moefp8.adapters import add_lora, load_lora, register_with_peft, save_lora
+from tests.adapters.cases import H, error, tokens, trained
+from tests.adapters.peft_cases import Experts, Linears, dequantized, drawn, lora_config, small_model
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore:Unsupported layer type")
-
-
-class Linears(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = moefp8.FP8Linear(H, 40), moefp8.FP8Linear(40, 16, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(self.first(x))
-
-
-class Experts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = moefp8.GroupedExperts(E, H, I)
-        self.index, self.weights = torch.randint(0, E, (12, K)), torch.rand(12, K)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.experts(x, self.index, self.weights)
-
-
-def lora_config(**settings):
-    return peft.LoraConfig(r=4, lora_alpha=8, **settings)
-
-
-def drawn(model: nn.Module) -> nn.Module:
-    """A model of PEFT's, with other values in every B."""
-    for name, x in model.named_parameters():
-        if ".lora_B." in name:
-            x.data.normal_(std=0.2)
-    return model
-
-
-def dequantized(model: nn.Module) -> nn.Module:
-    return moefp8.dequantize(remove_lora(copy.deepcopy(model)))
 
 
 @pytest.mark.parametrize(
@@ -127,50 +90,6 @@ def test_we_read_files_of_peft(make, settings, tmp_path):
     assert error(again(x), theirs(x)) < 0.01
 
 
-def test_peft_adapts_fp8_linears():
-    model, x = Linears(), tokens()
-    before = model(x)
-    config = register_with_peft(lora_config(target_modules=["first", "second"]))
-    theirs = peft.get_peft_model(model, config)
-    assert torch.equal(theirs(x), before)
-    drawn(theirs)(x).float().square().sum().backward()
-    trains = [x for x in theirs.parameters() if x.requires_grad]
-    assert len(trains) == 4
-    assert all(x.dtype == torch.float32 and x.grad.abs().sum() > 0 for x in trains)
-    for twin in (copy.deepcopy(theirs), pickle.loads(pickle.dumps(theirs))):
-        assert torch.equal(twin(x), theirs(x))
-
-
-def test_what_peft_trained_is_loaded_without_it(tmp_path):
-    model, x = Linears(), tokens()
-    other = copy.deepcopy(model)
-    config = register_with_peft(lora_config(target_modules=["first", "second"]))
-    theirs = drawn(peft.get_peft_model(model, config))
-    theirs.save_pretrained(tmp_path)
-    assert load_lora(other, tmp_path) == ["first", "second"]
-    assert error(other(x), theirs(x)) < 0.05
-
-
-def test_peft_merges_only_what_is_dequantized():
-    model, x = Linears(), tokens()
-    config = register_with_peft(lora_config(target_modules=["first", "second"]))
-    theirs = drawn(peft.get_peft_model(model, config))
-    codes, y = model.first.weight.clone().view(torch.uint8), theirs(x)
-    for merge in (theirs.merge_and_unload, theirs.merge_adapter):
-        with pytest.raises(ValueError, match=r"moefp8.dequantize\(model\) gives BF16 weights"):
-            merge()
-    assert torch.equal(model.first.weight.view(torch.uint8), codes)
-    assert error(moefp8.dequantize(theirs).merge_and_unload()(x), y) < 0.06
-
-
-def test_shared_experts_of_moe_take_adapters_of_peft():
-    model, x = Net(), tokens()
-    config = register_with_peft(lora_config(target_modules=["up_proj", "down_proj"]))
-    theirs = drawn(peft.get_peft_model(model, config))
-    y = theirs(x)
-    assert error(moefp8.dequantize(theirs)(x), y) < 0.1
-
-
 @pytest.mark.parametrize(
     "settings",
     [{"use_dora": True}, {"init_lora_weights": "pissa"}, {"init_lora_weights": "olora"}],
@@ -185,70 +104,7 @@ def test_other_configs_are_refused():
         register_with_peft({})
 
 
-def test_peft_alone_refuses_fp8_linears():
-    with pytest.raises(ValueError, match=r"FP8Linear\(.*is not supported"):
-        peft.get_peft_model(Linears(), lora_config(target_modules=["first"]))
-
-
-@pytest.mark.parametrize(
-    ("make", "parameters"),
-    [
-        (Linears, ["first.weight"]),
-        (Experts, ["experts.gate_up_proj"]),
-        (Experts, ["experts.down_proj", "experts.gate_up_proj"]),
-    ],
-)
-def test_target_parameters_never_change_codes(make, parameters):
-    model = make()
-    codes = {name: x.clone() for name, x in model.state_dict().items()}
-    theirs = peft.get_peft_model(model, lora_config(target_parameters=parameters))
-    with pytest.raises(ValueError, match=r"moefp8\.adapters\.add_lora"):
-        theirs(tokens())
-    with pytest.raises(ValueError, match=r"moefp8\.adapters\.add_lora"), torch.no_grad():
-        theirs(tokens())
-    with pytest.raises(RuntimeError):
-        theirs.merge_and_unload()
-    for name, x in theirs.get_base_model().state_dict().items():
-        if "lora_" not in name:
-            own = codes[name.replace(".base_layer", "")]
-            assert torch.equal(x.view(torch.uint8), own.view(torch.uint8))
-
-
 # ---- Models of transformers ----
-
-
-SIZES = {
-    "qwen3_moe": {"num_experts": 4, "decoder_sparse_step": 1, "head_dim": 32},
-    "deepseek_v3": {
-        "n_routed_experts": 4,
-        "n_group": 2,
-        "topk_group": 2,
-        "first_k_dense_replace": 1,
-        "q_lora_rank": None,
-        "kv_lora_rank": 32,
-        "qk_rope_head_dim": 16,
-        "qk_nope_head_dim": 16,
-        "v_head_dim": 32,
-    },
-}
-
-
-def small_model(kind: str, num_layers: int) -> nn.Module:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.AutoConfig.for_model(
-        kind,
-        hidden_size=64,
-        intermediate_size=64,
-        moe_intermediate_size=64,
-        num_hidden_layers=num_layers,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        num_experts_per_tok=2,
-        vocab_size=32,
-        **SIZES[kind],
-    )
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    return model.eval()
 
 
 @pytest.mark.filterwarnings("ignore")
