@@ -41,6 +41,7 @@ def add_lora(
         targets: names of modules, or ends of them behind a dot ("q_proj", "self_attn.q_proj"), or
             a string, which is a regular expression for whole names: as PEFT's `target_modules`.
             Experts have weights of their own: "experts" is both, "experts.gate_up_proj" is one.
+            "all-linear", PEFT's word: experts, and each linear but a transformers model's head.
             None: each `FP8Linear` and `GroupedExperts`.
         dtype: of A and B. An optimizer rounds each step to it. FP32, which PEFT trains too, keeps
             small ones; in BF16, those below 1/512 of a value are lost, most of AdamW's at usual

@@ -221,6 +221,7 @@ def test_all_linear_is_the_same_in_peft_and_in_add_lora(kind, tmp_path):
     assert all(x.grad.abs().sum() > 0 for x in trains)
 
 
+@pytest.mark.filterwarnings("ignore")
 def test_all_linear_of_a_dense_model_is_what_peft_takes_before_conversion():
     model = small_model("qwen3", 2)
     theirs = wrapped(copy.deepcopy(model), target_modules="all-linear")

@@ -91,6 +91,16 @@ def trained_by_peft(device: str) -> Any:
 
 
 @case
+def all_linear(device: str) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    model = _model(device)
+    names = add_lora(copy.deepcopy(model), targets="all-linear")
+    theirs = get_peft_model(model, LoraConfig(target_modules="all-linear", r=4))
+    return names, step(_drawn(theirs), randn(5, 136, device=device))
+
+
+@case
 def errors(device: str) -> Any:
     model = _model(device)
     add_lora(model)
