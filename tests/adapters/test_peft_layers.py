@@ -2,7 +2,10 @@
 
 import copy
 import json
+import os
 import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -194,6 +197,21 @@ def test_variants_are_peft_s_own_beside_what_is_not_fp8():
 def test_a_model_without_linears_has_no_all_linear():
     with pytest.raises(ValueError, match="must have linears or experts"):
         add_lora(nn.Sequential(nn.ReLU()), targets="all-linear")
+
+
+def test_a_peft_that_lacks_names_gives_a_warning_and_stays_usable(tmp_path):
+    (tmp_path / "peft.py").write_text("value = 3")
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    script = "import peft, moefp8; print(peft.value)"
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "3\n"
+    assert "this release of PEFT cannot be told of FP8 layers" in done.stderr
 
 
 # ---- Models of transformers ----
