@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import NamedTuple
 
-from benchmarks import convergence, gemm_goals, grouped, model, moe, moe_layers
+from benchmarks import convergence, gemm_goals, grouped, model, moe, moe_layers, session
 from benchmarks.convergence.figures import curves, spread, trained_in_fp8
 from benchmarks.expert_parallel import table as expert_parallel
 from benchmarks.expert_parallel.worker import COMBINE, DISPATCH
@@ -157,17 +157,34 @@ def expert_parallel_verdicts(results: Results) -> Iterator[Verdict]:
 
 
 def model_verdicts(results: Results) -> Iterator[Verdict]:
-    modes = {"eager": "as it is called", "graph": "in a CUDA graph"}
+    yield from _decoding_verdicts(results["rows"][0])
     for row in results["rows"]:
         for phase in model_table.phases_of(row):
             case = f"{row['title']}, {phase}"
             for mode, asked in model.GOALS.items():
-                goal = f"times as fast as {model.TITLES[model.HF_FP8]}, {modes[mode]}"
+                goal = f"times as fast as {model.TITLES[model.HF_FP8]}, {model.MODES[mode]}"
                 if ratio := model_table.speedup(row, model.HF_FP8, phase, mode):
                     yield Verdict(goal, case, asked, ratio)
             if ratio := model_table.moe_ratio(row, OURS, phase):
                 goal = "MoE blocks in the model: times as long as alone"
                 yield Verdict(goal, case, model.MOE_GOAL, ratio, at_most=True)
+
+
+def _decoding_verdicts(row: session.Row) -> Iterator[Verdict]:
+    """Each in its fastest mode, and at a batch of 1 also beside BF16 as it is called."""
+    bf16 = model.TITLES[model.HF_BF16]
+    for phase in (x for x in model_table.phases_of(row) if x != model.PREFILL):
+        case = f"{row['title']}, {phase}"
+        ours, theirs = (
+            model_table.fastest_ms(row, provider, phase) for provider in (OURS, model.HF_BF16)
+        )
+        if ours and theirs:
+            goal = f"times as fast as {bf16}, each in its fastest mode"
+            yield Verdict(goal, case, model.DECODE_GOAL, theirs / ours)
+        as_called = model_table.figures_of(row, model.HF_BF16, phase).get("eager_ms")
+        if ours and as_called and phase == model.decode_name(1):
+            goal = f"times as fast as {bf16} as it is called"
+            yield Verdict(goal, case, model.AS_CALLED_GOAL, as_called / ours)
 
 
 def convergence_verdicts(results: Results) -> Iterator[Verdict]:

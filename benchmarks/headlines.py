@@ -8,6 +8,8 @@ from benchmarks.gemm_cases import LARGE_MS
 from benchmarks.gemm_goals import AGAINST, compare
 from benchmarks.gradient_parts import EXPERTS, PARTS, comparisons
 from benchmarks.markdown import number, table
+from benchmarks.model import HF_BF16, PREFILL
+from benchmarks.model.table import fastest_ms, figures_of, phases_of, speedup
 from benchmarks.moe_cases import MODELS
 from benchmarks.moe_peers import PEERS
 from benchmarks.peers import BF16, OURS
@@ -17,7 +19,7 @@ from benchmarks.training.peers import EVERY
 
 # `headlines` takes these results, in this order, and the others by name once they were measured.
 SOURCES = "moe", "gemm", "accuracy", "load", "cpu"
-MORE_SOURCES = "gemm_large", "gradients", "training"
+MORE_SOURCES = "gemm_large", "gradients", "training", "model"
 TOKENS = 1, 128, 4096
 OF_LAYERS = "sgl_megamoe", "hf_bf16"
 OF_THE_GEMM = "deep_gemm", "bf16"
@@ -32,6 +34,7 @@ def headlines(
     gemm_large: dict[str, Any] | None = None,
     gradients: dict[str, Any] | None = None,
     training: dict[str, Any] | None = None,
+    model: dict[str, Any] | None = None,
 ) -> str:
     """A table of speed, and what else a newcomer asks first.
 
@@ -41,7 +44,8 @@ def headlines(
     without_rest = gemm_large if has_large else gemm
     of_layers, of_gemm = _where(moe), _where(without_rest)
     head = [of_layers if of_layers == of_gemm else "", "times as fast as", *map(_tokens, TOKENS)]
-    parts = [table(head, [*_layers(moe["rows"]), *_gemm(gemm["rows"], without_rest["rows"])]), ""]
+    parts = [] if model is None else [*_decoding(model), ""]
+    parts += [table(head, [*_layers(moe["rows"]), *_gemm(gemm["rows"], without_rest["rows"])]), ""]
     if of_layers != of_gemm:
         parts.append(f"- Experts: {of_layers}. GEMM: {of_gemm}.")
     if gradients is not None:
@@ -49,6 +53,47 @@ def headlines(
     if training is not None:
         parts.append(_training(training))
     return "\n".join([*parts, _accuracy(accuracy), _load(load), _cpu(cpu)])
+
+
+# How a model decodes, as its user writes it.
+_DECODES = {
+    "eager": "`model.generate`",
+    "graph": "`DecodingGraphs(model).generate`",
+    "compiled": "the same with `compile=True`",
+}
+
+
+def _decoding(results: dict[str, Any]) -> Iterator[str]:
+    """A table of tokens a second of the first model, as it is called and in graphs."""
+    row = results["rows"][0]
+    phases = [phase for phase in phases_of(row) if phase != PREFILL]
+    lines = []
+    for mode, how in _DECODES.items():
+        cells = []
+        for phase in phases:
+            figures = figures_of(row, OURS, phase)
+            ms, ratio = figures.get(f"{mode}_ms"), speedup(row, HF_BF16, phase, mode)
+            rate = number(ms and 1e3 * figures["tokens"] / ms, 0)
+            cells.append(f"{rate}, {number(ratio, 2)}")
+        lines.append([how, *cells])
+    batches = (phase.replace("decode ", "batch ") for phase in phases)
+    yield table([f"{row['title']} decodes, on one {results['gpu']}", *batches], lines)
+    yield ""
+    yield (
+        "Tokens a second, and how many times as fast as transformers in BF16 by the same call. "
+        f"{_over_as_called(row, phases[0])}"
+    )
+
+
+def _over_as_called(row: Row, phase: str) -> str:
+    """The fastest mode beside BF16 as it is called."""
+    ms, as_called = fastest_ms(row, OURS, phase), figures_of(row, HF_BF16, phase).get("eager_ms")
+    if not (ms and as_called):
+        return ""
+    return (
+        f"The fastest call is {as_called / ms:.1f} times as fast as BF16's `model.generate` at "
+        f"{phase.replace('decode', 'batch')}."
+    )
 
 
 def _where(results: dict[str, Any]) -> str:

@@ -4,7 +4,7 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -22,12 +22,14 @@ from benchmarks.model.timeline import (
 )
 from benchmarks.peers import first_line
 from benchmarks.timing import FLUSH_BYTES, captured
+from moefp8 import GroupedExperts
 from moefp8.hf import DecodingGraphs
 from moefp8.hf.generate import cache_name
 
 Figures = dict[str, Any]
 
 _NUM_LOGITS = 16  # of the prompt's last tokens: the head takes as long as for one
+BATCHED, GROUPED = "batched_mm", "grouped_mm"  # ways in which transformers runs its experts
 _MANY, _MANY_AS_CALLED = 40, 16  # new tokens of the longer of two calls
 
 
@@ -145,20 +147,20 @@ def measure(model: Any, phase: Phase) -> Figures:
     return figures
 
 
-def measure_compiled(model: Any, phase: Phase, turn: AbstractContextManager[None]) -> Figures:
+def measure_compiled(
+    model: Any, prompts: torch.Tensor, turn: AbstractContextManager[None]
+) -> Figures:
     """compiled_ms: a token of `DecodingGraphs(compile=True)`, timed within `turn`.
 
     compile_s: what the first call took, in which blocks are compiled.
     """
-    if phase.prompts is None:
-        return {}
     graphs, started = DecodingGraphs(model, compile=True), time.perf_counter()
     try:
-        _generate(graphs.generate, phase.prompts, _few_and_many(phase.prompts, _MANY)[1])
+        _generate(graphs.generate, prompts, _few_and_many(prompts, _MANY)[1])
         synchronize(model.device)
         taken = {"compile_s": round(time.perf_counter() - started, 1)}
         with turn:
-            return {"compiled_ms": _ms_a_token(graphs.generate, phase.prompts, _MANY), **taken}
+            return {"compiled_ms": _ms_a_token(graphs.generate, prompts, _MANY), **taken}
     except Exception as error:
         return {"compiled_refused": first_line(error)}
     finally:
@@ -167,31 +169,37 @@ def measure_compiled(model: Any, phase: Phase, turn: AbstractContextManager[None
 
 
 def _in_graphs(model: Any, phase: Phase) -> Figures:
-    """graph_ms; experts: of transformers' own ways to run its experts, the one that was faster."""
+    """graph_ms; experts: how transformers' own experts decode, of two ways the faster one."""
     if phase.prompts is None:
         phase.begin()
         replay = captured(phase.call)
         return {"graph_ms": _ms(phase, replay, max(2, min(phase.room, 50)), model.device)}
-    ways: dict[str | None, float] = {}
-    for way in _ways_of_experts(model):
-        if way is not None:
-            model.set_experts_implementation(way)
-        generate = DecodingGraphs(model).generate
-        ways[way] = _ms_a_token(generate, phase.prompts, _MANY)
-        del generate
+    if any(isinstance(module, GroupedExperts) for module in model.modules()):
+        return {"graph_ms": _ms_in_graphs(model, phase.prompts)}
+    ways = {}
+    for way in (BATCHED, GROUPED):
+        with decoding_by(model, way):
+            ways[way] = _ms_in_graphs(model, phase.prompts)
+    way = min(ways, key=lambda way: ways[way])
+    return {"graph_ms": ways[way], "experts": way}
+
+
+def _ms_in_graphs(model: Any, prompts: torch.Tensor) -> float:
+    try:
+        return _ms_a_token(DecodingGraphs(model).generate, prompts, _MANY)
+    finally:
         _free()
-    ms, way = min((ms, way or "") for way, ms in ways.items())
-    if not way:
-        return {"graph_ms": ms}
-    model.set_experts_implementation(way)
-    return {"graph_ms": ms, "experts": way}
 
 
-def _ways_of_experts(model: Any) -> tuple[str | None, ...]:
-    """transformers decodes by "batched_mm" and all else by "grouped_mm" if nothing is chosen."""
-    is_grouped = "grouped_mm" in model.get_experts_implementation().values()
-    is_batched = "batched_mm" in model.get_experts_implementation().values()
-    return ("grouped_mm", "batched_mm") if is_grouped or is_batched else (None,)
+@contextmanager
+def decoding_by(model: Any, way: str | None) -> Iterator[None]:
+    """transformers' own experts decode by "batched_mm", its way unasked, or as prompts run."""
+    if way == GROUPED:
+        model._optimize_model_for_decode = nullcontext
+    try:
+        yield
+    finally:
+        vars(model).pop("_optimize_model_for_decode", None)
 
 
 class _AtRandom(LogitsProcessor):

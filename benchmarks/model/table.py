@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from benchmarks.markdown import number, table
-from benchmarks.model import GOALS, HF_BF16, HF_FP8, PREFILL, TITLES
+from benchmarks.model import HF_BF16, MODES, PREFILL, TITLES
 from benchmarks.peers import OURS
 from benchmarks.session import Row
 
@@ -18,16 +18,21 @@ def tables(results: dict[str, Any]) -> str:
     versions = f"torch {results['torch']}, transformers {results['transformers']}"
     parts = [
         _speed(rows),
-        f"Whole models of random weights on one {where}: tokens per second of moefp8 as it is "
-        "called / in a CUDA graph, and how many times as fast as the others that is. The prefill "
-        f"is of {results['prompt']} tokens; a decoding step is one token of each sequence, with a "
-        f"static cache of {results['context']}. The last column: how long the MoE blocks take in "
-        f"the model over alone, on the same inputs. {_worst(rows)}".rstrip(),
+        f"Whole models of random weights on one {where}: tokens per second of moefp8, and how many "
+        f"times as fast as the others that is, each {' / '.join(MODES.values())}. The prefill is "
+        f"of {results['prompt']} tokens. Decoding as it is called is `model.generate`, which "
+        "chooses its cache; in graphs it is `DecodingGraphs`, and compiled `DecodingGraphs(..., "
+        f"compile=True)`, with a static cache of {results['context']} that is at least half full, "
+        "for all of them. BF16 experts run by the faster of transformers' two ways in graphs, and "
+        "by the one that `generate` takes as it is called. The last column: how long the MoE "
+        f"blocks take in the model over alone, on the same inputs. {_worst(rows)}".rstrip(),
+        _compiling(rows),
         _loads(rows),
         *_refusals(rows),
         f"![Where the time goes on one {where}](results/model.png)",
         "<details><summary>All times</summary>",
-        f"ms of one call as it is called / in a CUDA graph. {where}, {versions}, "
+        f"ms of a prefill or of one token of each sequence, {' / '.join(MODES.values())}. "
+        f"{where}, {versions}, "
         f"{results['deep_gemm']}; {results['date'][:10]}, commit {results['commit']}.",
         _times(rows),
         "</details>",
@@ -52,9 +57,15 @@ def ran(rows: list[Row]) -> list[str]:
 
 
 def speedup(row: Row, provider: str, phase: str, mode: str) -> float | None:
-    """How many times as fast as `provider` moefp8 is. mode: one of GOALS."""
+    """How many times as fast as `provider` moefp8 is. mode: one of MODES."""
     theirs, ours = (figures_of(row, x, phase).get(f"{mode}_ms") for x in (provider, OURS))
     return theirs / ours if theirs and ours else None
+
+
+def fastest_ms(row: Row, provider: str, phase: str) -> float | None:
+    """The time of the fastest mode."""
+    figures = figures_of(row, provider, phase)
+    return min((figures[f"{mode}_ms"] for mode in MODES if f"{mode}_ms" in figures), default=None)
 
 
 def moe_ratio(row: Row, provider: str, phase: str) -> float | None:
@@ -69,7 +80,7 @@ def _speed(rows: list[Row]) -> str:
     for row in rows:
         for phase in phases_of(row):
             ratios = (
-                _both(*(speedup(row, other, phase, mode) for mode in GOALS), digits=2)
+                _each([speedup(row, other, phase, mode) for mode in modes_of(phase)], digits=2)
                 for other in others
             )
             moe = number(moe_ratio(row, OURS, phase), 3)
@@ -82,33 +93,53 @@ def _told(phase: str) -> str:
     return phase if phase == PREFILL else phase.replace(" ", ", batch ")
 
 
-def _both(eager: float | None, graph: float | None, digits: int) -> str:
-    return (
-        "-"
-        if eager is None and graph is None
-        else " / ".join(number(x, digits) for x in (eager, graph))
-    )
+def modes_of(phase: str) -> list[str]:
+    """A prefill is not compiled."""
+    return [mode for mode in MODES if phase != PREFILL or mode != "compiled"]
+
+
+def _each(values: list[float | None], digits: int) -> str:
+    """One number for each mode, or "-" if there is none at all."""
+    has_any = any(x is not None for x in values)
+    return " / ".join(number(x, digits) for x in values) if has_any else "-"
 
 
 def _rates(row: Row, provider: str, phase: str) -> str:
     figures = figures_of(row, provider, phase)
-    times = (figures.get(f"{mode}_ms") for mode in GOALS)
-    return _both(*(ms and 1e3 * figures["tokens"] / ms for ms in times), digits=0)
+    times = (figures.get(f"{mode}_ms") for mode in modes_of(phase))
+    return _each([ms and 1e3 * figures["tokens"] / ms for ms in times], digits=0)
 
 
 def _worst(rows: list[Row]) -> str:
-    """The least speed beside transformers' FP8 path, and the longest that MoE blocks take."""
-    speeds = []
-    for mode, where in (("eager", "as it is called"), ("graph", "in graphs")):
-        cases = _cases(rows, lambda row, phase, mode=mode: speedup(row, HF_FP8, phase, mode))
-        if cases:
-            value, case = min(cases)
-            speeds.append(f"{value:.2f} {where} ({case})")
-    told = [f"{', '.join(speeds)}, beside transformers' FP8 path"] if speeds else []
+    """The least speed beside each of the others, and the longest that MoE blocks take."""
+    told = []
+    for other in (name for name in ran(rows) if name != OURS):
+        speeds = []
+        for mode, where in MODES.items():
+            cases = _cases(rows, lambda row, phase, x=other, y=mode: speedup(row, x, phase, y))
+            if cases:
+                value, case = min(cases)
+                speeds.append(f"{value:.2f} {where} ({case})")
+        if speeds:
+            told.append(f"{', '.join(speeds)}, beside {TITLES[other]}")
     if cases := _cases(rows, lambda row, phase: moe_ratio(row, OURS, phase)):
         value, case = max(cases)
         told.append(f"{value:.3f} for MoE blocks ({case})")
     return f"At worst it is {'; '.join(told)}." if told else ""
+
+
+def _compiling(rows: list[Row]) -> str:
+    """How long the first compiled call takes."""
+    seconds = [
+        figures_of(row, OURS, phase).get("compile_s") for row in rows for phase in phases_of(row)
+    ]
+    known = [x for x in seconds if x is not None]
+    if not known:
+        return ""
+    return (
+        f"The first compiled call of a number of sequences takes {min(known):.0f} to "
+        f"{max(known):.0f} s."
+    )
 
 
 def _cases(rows: list[Row], measure: Any) -> list[tuple[float, str]]:
@@ -146,6 +177,8 @@ def _refusals(rows: list[Row]) -> Iterator[str]:
             for phase, figures in found.get("phases", {}).items():
                 if why := figures.get("graph_refused"):
                     told[f"{who}, {_told(phase)}, has no graph: {why}"] = None
+                if why := figures.get("compiled_refused"):
+                    told[f"{who}, {_told(phase)}, does not compile: {why}"] = None
     if told:
         yield "\n".join(f"- {' '.join(each.split())}" for each in told)
 
@@ -155,7 +188,7 @@ def _times(rows: list[Row]) -> str:
 
     def cell(row: Row, name: str, phase: str) -> str:
         figures = figures_of(row, name, phase)
-        return _both(*(figures.get(f"{mode}_ms") for mode in GOALS), digits=2)
+        return _each([figures.get(f"{mode}_ms") for mode in modes_of(phase)], digits=2)
 
     lines = [
         [row["title"], _told(phase), *(cell(row, name, phase) for name in names)]

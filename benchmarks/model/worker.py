@@ -95,7 +95,7 @@ def find(settings: Settings) -> Iterator[Found]:
     from transformers.utils import logging
 
     from benchmarks.model.checkpoint import on_meta
-    from benchmarks.model.phases import measure, measure_compiled, phases
+    from benchmarks.model.phases import decoding_by, measure, measure_compiled, phases
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()
@@ -108,11 +108,12 @@ def find(settings: Settings) -> Iterator[Found]:
             yield found
             if model is None:
                 return
-            logits = Path(settings.result) / LOGITS
+            logits, prompts = Path(settings.result) / LOGITS, {}
             try:
-                each = phases(model, settings.prompt, settings.batches, settings.context)
-                for phase in each:
+                for phase in phases(model, settings.prompt, settings.batches, settings.context):
                     found["phases"][phase.name] = measure(model, phase)
+                    if phase.prompts is not None:
+                        prompts[phase.name] = phase.prompts
                     if not logits.exists():
                         torch.save(phase.call().float().cpu(), logits)
                     yield found
@@ -123,11 +124,10 @@ def find(settings: Settings) -> Iterator[Found]:
         if device.type == "cpu":
             return
         settings.wait_for_others()
-        for phase in phases(model, settings.prompt, settings.batches, settings.context):
-            figures = found["phases"][phase.name]
-            if "experts" in figures:
-                model.set_experts_implementation(figures["experts"])
-            figures |= measure_compiled(model, phase, settings.turn())
+        for name, ids in prompts.items():
+            figures = found["phases"][name]
+            with decoding_by(model, figures.get("experts")):
+                figures |= measure_compiled(model, ids, settings.turn())
             yield found
 
 

@@ -171,7 +171,9 @@ class DecodingGraphs:
             if device.type == "cuda":
                 self._pool = self._pool or torch.cuda.graph_pool_handle()
                 compiled = _compiled_blocks(self.model) if self.compile else nullcontext()
-                with torch.cuda.device(device), compiled:
+                # As in `generate`, transformers' own experts run steps otherwise than prompts.
+                decoding = self.model._optimize_model_for_decode()
+                with torch.cuda.device(device), decoding, compiled:
                     step.capture(self._pool)
         self._steps[key] = step
         return step

@@ -3,6 +3,7 @@
 import json
 import re
 import time
+from contextlib import nullcontext
 from importlib import import_module
 from itertools import chain
 from types import SimpleNamespace
@@ -13,9 +14,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
 from benchmarks import report
-from benchmarks.model import HF_BF16, HF_FP8, HF_HUB, PREFILL, TITLES, decode_name, table
+from benchmarks.model import HF_BF16, HF_FP8, HF_HUB, PREFILL, TITLES, decode_name, phases, table
 from benchmarks.model.checkpoint import MODELS, tensors_of, write_checkpoint
-from benchmarks.model.phases import fill_at_random
+from benchmarks.model.phases import BATCHED, GROUPED
 from benchmarks.model.providers import PROVIDERS
 from benchmarks.model.timeline import moe_us, parts_of_call
 from benchmarks.model.worker import Settings, run_in_a_process
@@ -167,10 +168,30 @@ def test_the_parts_sum_up_to_the_call(sleeping_model, monkeypatch):
     assert not any(module._forward_pre_hooks for module in sleeping_model.modules())
 
 
+@torch.inference_mode()
+def test_decoding_is_timed_in_both_ways_of_experts(checkpoint):
+    """Here as it is called: without a GPU, `DecodingGraphs` captures and compiles nothing."""
+    for name, ways in ((OURS, {None}), (HF_BF16, {BATCHED, GROUPED})):
+        model = PROVIDERS[name].load(checkpoint, CPU)
+        (_, decode) = phases.phases(model, 8, [2], 16)
+        figures = phases.measure(model, decode) | phases._in_graphs(model, decode)
+        assert figures.get("experts") in ways
+        with phases.decoding_by(model, figures.get("experts")):
+            figures |= phases.measure_compiled(model, decode.prompts, nullcontext())
+        assert min(figures[f"{mode}_ms"] for mode in ("eager", "graph", "compiled")) > 0
+        assert "_optimize_model_for_decode" not in vars(model)
+
+
+def test_a_cache_that_is_not_taken_is_an_error():
+    layers = [SimpleNamespace(keys=None, values=None)]
+    with pytest.raises(RuntimeError, match="has not written into the cache"):
+        phases.fill_at_random(SimpleNamespace(layers=layers))
+
+
 def test_a_cache_without_values_is_filled():
     keys, values = torch.zeros(2, 8), torch.zeros(2, 8)
     layers = [SimpleNamespace(keys=keys, values=None), SimpleNamespace(keys=keys, values=values)]
-    fill_at_random(SimpleNamespace(layers=layers))
+    phases.fill_at_random(SimpleNamespace(layers=layers))
     assert (keys != 0).all()
     assert (values != 0).all()
 
@@ -239,7 +260,8 @@ def kept() -> dict:
     ours = {"load_s": 9.0, "weights_gib": 30.0, "logits_error": 0.1}
     ours["phases"] = {PREFILL: figures(4096, 100.0, 90.0), decode: figures(16, 10.0, 4.0)}
     theirs = {"load_s": 30.0, "phases": {PREFILL: figures(4096, 250.0, None)}, "ended": "no memory"}
-    theirs["phases"][decode] = figures(16, 30.0, 6.0)
+    ours["phases"][decode] |= {"compiled_ms": 2.0, "compile_s": 88.0}
+    theirs["phases"][decode] = figures(16, 30.0, 6.0) | {"compiled_refused": "a break"}
     refused = {"refused": "ImportError: no kernels"}
     row = {"model": "m", "title": "M", "layers": 2, "peers": {OURS: ours, HF_FP8: theirs}}
     row["peers"][HF_HUB] = refused
@@ -256,9 +278,11 @@ def test_the_report_with_and_without_results(kept, tmp_path):
     text = report.with_tables(page, tmp_path)
     assert report.with_tables(text, tmp_path) == text
     assert "| M | prefill | 40960 / 45511 | 2.50 / - | 1.040 |" in text
-    assert "| M | decode, batch 16 | 1600 / 4000 | 3.00 / 1.50 | 1.040 |" in text
+    assert "| M | decode, batch 16 | 1600 / 4000 / 8000 | 3.00 / 1.50 / - | 1.040 |" in text
     assert "| N | prefill | 40960 / 45511 | - | 1.040 |" in text
-    assert "At worst it is 2.50 as it is called (M, prefill), 1.50 in graphs" in text
+    assert "At worst it is 2.50 as it is called (M, prefill), 1.50 in CUDA graphs" in text
+    assert "takes 88 to 88 s" in text
+    assert "DeepGEMM with M, decode, batch 16, does not compile: a break" in text
     assert "DeepGEMM with M, prefill, has no graph: it waits" in text
     assert "DeepGEMM with M ended before all was done: no memory" in text
     assert re.search(r"hub kernels with M was refused: ImportError: no kernels", text)
