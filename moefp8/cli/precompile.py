@@ -1,7 +1,11 @@
-"""Compile all kernels that a checkpoint's FP8 layers can need, with no GPU."""
+"""Compile all kernels that a checkpoint's FP8 layers can need, with no GPU.
+
+The status is 0 only if every kernel is on disk, where processes that start later find it.
+"""
 
 import argparse
 import copy
+import warnings
 
 from torch import nn
 
@@ -9,7 +13,7 @@ from ..checkpoint import fp8_layers
 from ..checkpoint.errors import printable
 from ..checkpoint.inspect.fp8 import Layers
 from ..distributed.shard import Kind, shard
-from ..kernels.jit import cache_state
+from ..kernels.jit import JitError, cache_state, keep_kernels
 from ..layers import GroupedExperts, unfreeze
 from ..precompile import layers as ahead
 
@@ -75,15 +79,21 @@ def run(arguments: argparse.Namespace) -> int:
     layers = layers_of(arguments.checkpoint, arguments.top_k)
     if arguments.unfreeze:
         unfreeze(layers, ahead.DTYPES[arguments.unfreeze])
-    done = ahead.precompile(
-        parts_of_ranks(layers, num_ranks_of(arguments)),
-        arguments.max_tokens,
-        dtype=ahead.DTYPES[arguments.dtype],
-        backward=arguments.backward,
-        num_sms=arguments.num_sms,
-        num_threads=arguments.num_threads,
+    parts = parts_of_ranks(layers, num_ranks_of(arguments))
+    keep_kernels([])  # a folder that cannot be used is an error before minutes of compiling
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "moefp8: compiled kernels cannot|precompile: this proc")
+        done = ahead.precompile(
+            parts,
+            arguments.max_tokens,
+            dtype=ahead.DTYPES[arguments.dtype],
+            backward=arguments.backward,
+            num_sms=arguments.num_sms,
+            num_threads=arguments.num_threads,
+        )
+    if done.problem:
+        raise JitError(done.problem)
+    print(
+        printable(f"{done.num_kernels} kernels in {done.seconds:.1f} s, in {cache_state().folder}")
     )
-    state = cache_state()
-    where = f"kept nowhere: {state.problem}" if state.problem else f"in {state.folder}"
-    print(printable(f"{done.num_kernels} kernels in {done.seconds:.1f} s, {where}"))
     return 0

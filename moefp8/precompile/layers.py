@@ -1,6 +1,7 @@
 """`precompile`: compile ahead what a model's layers can need, so that no request waits."""
 
 import time
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,7 @@ from torch import nn
 
 from ..kernels.common.checks import FLOATS
 from ..kernels.gemm.tuned import ConfigSource, config_source_of
-from ..kernels.jit import Kernel, compile_kernels, current_driver
+from ..kernels.jit import JitError, Kernel, compile_kernels, current_driver, keep_kernels
 from ..layers import FP8Linear, GroupedExperts, TopKRouter
 from ..layers.module import FixedDtypeModule
 from ..layers.moe import SharedExperts
@@ -38,10 +39,14 @@ _OPS = {"softmax": "softmax_topk", "sigmoid": "sigmoid_group_topk"}
 
 @dataclass(frozen=True)
 class Precompiled:
-    """num_kernels: how many were compiled, or found in the cache; seconds: how long it took."""
+    """num_kernels: how many were compiled, or found in the cache; seconds: how long it took.
+
+    problem: why they are not on disk, so that only this process has them; None: they are.
+    """
 
     num_kernels: int
     seconds: float
+    problem: str | None = None
 
 
 def precompile(
@@ -59,7 +64,8 @@ def precompile(
 
     It launches nothing and needs no GPU, only NVRTC (`pip install nvidia-cuda-nvrtc`), so that a
     container image can be built with a warm cache. The model may lie anywhere, also on the meta
-    device: only sizes count. What is in the cache is not compiled again.
+    device: only sizes count. What is in the cache is not compiled again. Kernels that cannot be
+    kept on disk serve this process alone: a UserWarning and the result's `problem` say why.
 
     Args:
         max_tokens: batch times sequence length of one call. A call with more works, too, and
@@ -74,7 +80,8 @@ def precompile(
         progress: show a line on stderr; None: where that is a terminal.
 
     Raises:
-        ValueError: one of the numbers is below 1, or nothing says `top_k`.
+        ValueError: one of the numbers is below 1, nothing says `top_k`, or the model has no layer
+            of moefp8.
         TypeError: `dtype` is no bf16, fp16 or fp32.
         JitError: there is no compiler, or a kernel does not compile.
     """
@@ -85,7 +92,13 @@ def precompile(
     )
     with Progress("compiling", len(kernels), "kernels", shown=progress) as bar:
         compile_kernels(kernels, num_threads, bar.advance)
-    return Precompiled(len(kernels), time.perf_counter() - started)
+    problem = None
+    try:
+        keep_kernels(kernels)
+    except JitError as error:
+        problem = str(error)
+        warnings.warn(f"precompile: this process alone has its kernels: {problem}", stacklevel=2)
+    return Precompiled(len(kernels), time.perf_counter() - started, problem)
 
 
 def kernels_of(
@@ -103,6 +116,12 @@ def kernels_of(
         raise TypeError(f"precompile: dtype must be bf16, fp16 or fp32, got {dtype}")
     dtypes = _dtypes_of(model) if dtype is None else frozenset({dtype})
     layers = dict.fromkeys(_layers_of(model, top_k))
+    if not layers:
+        raise ValueError(
+            "precompile: the model must have a layer of moefp8 (FP8Linear, GroupedExperts, "
+            f"TopKRouter, MoE), got {type(model).__name__} without any, which needs no kernel; "
+            "moefp8.convert(model) makes some"
+        )
     sources = _config_sources(num_sms)
     demands = [Demand(max_tokens, dtypes, configs, backward) for configs in sources]
     found = (kernel for demand in demands for layer in layers for kernel in layer.kernels(demand))

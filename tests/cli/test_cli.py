@@ -159,11 +159,19 @@ def test_a_cache_that_cannot_be_is_told_and_done_without(
     assert "cannot be used, so every process compiles anew: " in out
     assert told in out
     assert out.splitlines()[-1].startswith("so ")
-    assert main(["precompile", str(checkpoint)]) == 0
-    assert told in capsys.readouterr().out
+    assert main(["precompile", str(checkpoint)]) == 1
+    assert told in capsys.readouterr().err
     assert jit.read_beside_kernels("x") is None
     with pytest.warns(UserWarning, match="compiled kernels cannot be kept on disk"):
         assert cache.cached("key", lambda: CUBIN) is CUBIN
+
+
+def test_info_tells_that_a_folder_cannot_be_made(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("MOEFP8_CACHE_DIR", str(tmp_path / "a" / "cache"))
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
+    assert main(["info"]) == 0
+    why = f"cannot be used, so every process compiles anew: {tmp_path} cannot be written"
+    assert why in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("fresh_jit")
@@ -200,12 +208,20 @@ def test_a_checkpoint_s_kernels_are_compiled(checkpoint, tmp_path, capsys):
     assert num_kernels == len(expected)
 
 
-def test_the_kernels_of_ranks_are_compiled(monkeypatch):
+@pytest.fixture
+def named(monkeypatch) -> list[jit.Kernel]:
+    """The kernels that are to be compiled, which are not."""
+    kernels = []
+    monkeypatch.setattr(ahead, "compile_kernels", lambda each, *_: kernels.extend(each))
+    monkeypatch.setattr(ahead, "keep_kernels", lambda each: None)
+    return kernels
+
+
+def test_the_kernels_of_ranks_are_compiled(monkeypatch, named):
     """Some of three ranks hold one expert more than others. Large layers take other tiles."""
-    named, whole = [], GroupedExperts(256, 7168, 2048, device="meta")
+    whole = GroupedExperts(256, 7168, 2048, device="meta")
     layers = Layers({FP8Linear(512, 256, device="meta"): "linear", whole: "experts"}, top_k=8)
     monkeypatch.setattr(precompile, "fp8_layers", lambda *_: layers)
-    monkeypatch.setattr(ahead, "compile_kernels", lambda kernels, *_: named.extend(kernels))
     options = ["--max-tokens", "20000", "--expert-parallel-size", "3"]
     assert main(["precompile", "anywhere", *options]) == 0
     expected = set()
@@ -216,9 +232,7 @@ def test_the_kernels_of_ranks_are_compiled(monkeypatch):
     assert expected - {*ahead.kernels_of(layers, 20000)}
 
 
-def test_the_kernels_of_gradients_are_compiled_if_asked_for(checkpoint, monkeypatch):
-    named = []
-    monkeypatch.setattr(ahead, "compile_kernels", lambda kernels, *_: named.extend(kernels))
+def test_the_kernels_of_gradients_are_compiled_if_asked_for(checkpoint, named):
     assert main(["precompile", str(checkpoint), "--max-tokens", "8", "--backward"]) == 0
     layers, options = fp8_layers(checkpoint), {"dtype": torch.bfloat16}
     assert set(named) == {*ahead.kernels_of(layers, 8, backward=True, **options)}
@@ -226,9 +240,7 @@ def test_the_kernels_of_gradients_are_compiled_if_asked_for(checkpoint, monkeypa
 
 
 @pytest.mark.parametrize("master", ["bfloat16", "float32"])
-def test_the_kernels_of_master_weights_are_compiled_if_asked_for(checkpoint, monkeypatch, master):
-    named = []
-    monkeypatch.setattr(ahead, "compile_kernels", lambda kernels, *_: named.extend(kernels))
+def test_the_kernels_of_master_weights_are_compiled_if_asked_for(checkpoint, named, master):
     options = ["--max-tokens", "8", "--backward", "--unfreeze", master]
     assert main(["precompile", str(checkpoint), *options]) == 0
     layers = moefp8.unfreeze(fp8_layers(checkpoint), getattr(torch, master))

@@ -324,8 +324,11 @@ def test_top_k_is_found_beside_the_experts_or_in_the_config():
     assert kernels_of(told) == expected
 
 
-def test_models_without_our_layers_need_nothing():
-    assert moefp8.precompile(nn.Linear(8, 8), 100).num_kernels == 0
+def test_a_model_without_our_layers_is_refused_and_told_the_way():
+    with pytest.raises(ValueError, match=r"got Linear without any, .*; moefp8\.convert\(model\)"):
+        moefp8.precompile(nn.Linear(8, 8), 100)
+    with pytest.raises(ValueError, match="FP8Linear, GroupedExperts"):
+        moefp8.precompile(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), 1)
 
 
 @pytest.mark.parametrize(

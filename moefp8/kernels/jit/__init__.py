@@ -9,7 +9,14 @@ from .cubin import Cubin, JitError
 from .driver import Driver, Function, current_driver, using
 from .fields import fields
 from .graph import LaunchGraph
-from .kernel import Kernel, compile_kernel, compile_kernels, compiler_description, source_digest
+from .kernel import (
+    Kernel,
+    compile_kernel,
+    compile_kernels,
+    compiler_description,
+    keep_kernels,
+    source_digest,
+)
 from .launch import Launch, Pointer, Source, pointers
 from .tma import MAP_BYTES, Box, TensorMaps, join_maps, tensor_map
 
@@ -33,6 +40,7 @@ __all__ = [
     "current_driver",
     "fields",
     "join_maps",
+    "keep_kernels",
     "pointers",
     "max_cache_bytes",
     "read_beside_kernels",

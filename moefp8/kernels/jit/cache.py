@@ -11,7 +11,7 @@ import os
 import re
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -29,6 +29,7 @@ from .cubin import Cubin, JitError
 
 _PATIENCE_S = 60.0  # kernels take 0.1 to 3 s; a process that was stopped may hold its lock for good
 _POLL_S = 0.05
+_WAY_OUT = "set MOEFP8_CACHE_DIR to a folder of your own, on a disk with space"
 _MAX_BYTES = 1 << 30  # a kernel takes 60 KiB: this holds one version's kernels for many models
 
 _memory: Once[str, Cubin] = Once()
@@ -39,6 +40,29 @@ _num_warned = itertools.count()  # next() is atomic
 def cached(key: str, build: Callable[[], Cubin]) -> Cubin:
     """The cubin of `key`: from memory, else from disk, else built and stored."""
     return _memory.get(key, lambda: _from_disk(key, build))
+
+
+def keep(cubins: Mapping[str, Cubin]) -> None:
+    """Have every cubin on disk under its key. Raises JitError, saying why that cannot be.
+
+    What another process published is not written again, so a read-only disk may hold them.
+    """
+    max_bytes = max_cache_bytes()
+    num_bytes = sum(len(cubin.to_bytes(key)) for key, cubin in cubins.items())
+    if 0 < max_bytes < num_bytes:
+        raise JitError(
+            f"{len(cubins)} compiled kernels take {num_bytes:,} bytes, more than "
+            f"MOEFP8_CACHE_MAX_BYTES = {max_bytes:,} keeps on disk; raise it"
+        )
+    try:
+        folder = cache_folder()
+        make_private(folder)
+        for key, cubin in cubins.items():
+            path = folder / f"{key}.cubin"
+            if _read(path, key) is None:
+                publish(path, cubin.to_bytes(key))
+    except (OSError, JitError) as error:
+        raise JitError(f"compiled kernels cannot be kept on disk: {error}; {_WAY_OUT}") from error
 
 
 def cache_folder() -> Path:
@@ -132,11 +156,16 @@ def cache_state() -> CacheState:
         folder = cache_folder()
         require_private(folder)
     except FileNotFoundError as error:  # it will be made, but not if it is relative to nothing
-        return CacheState(folder, 0, 0, None if folder else str(error))
+        return CacheState(folder, 0, 0, _why_not_made(folder) if folder else str(error))
     except (OSError, JitError) as error:
         return CacheState(folder, 0, 0, str(error))
     sizes = [status.st_size for status in _entries(folder).values()]
     return CacheState(folder, len(sizes), sum(sizes), None)
+
+
+def _why_not_made(folder: Path) -> str | None:
+    above = next(path for path in folder.parents if path.exists())
+    return None if os.access(above, os.W_OK) else f"{above} cannot be written"
 
 
 def read_beside_kernels(name: str) -> bytes | None:
@@ -215,6 +244,6 @@ def _warn(cause: str) -> None:
     if next(_num_warned) == 0:
         message = (
             "moefp8: compiled kernels cannot be kept on disk, so every process compiles them "
-            f"anew: {cause}; set MOEFP8_CACHE_DIR to a folder of your own, on a disk with space"
+            f"anew: {cause}; {_WAY_OUT}"
         )
         warnings.warn(message, UserWarning, stacklevel=2)

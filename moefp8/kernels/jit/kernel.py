@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ...system.threads import ForksWait, Once
-from .cache import cached
+from .cache import cached, keep
 from .cubin import CompileError, Cubin, JitError, Program
 from .interleave import VERSION, interleaved
 from .nvcc import Nvcc
@@ -55,10 +55,14 @@ class Kernel:
 
 def compile_kernel(kernel: Kernel) -> Cubin:
     """The cubin, cached or compiled; needs no GPU. Raises JitError with the compiler's log."""
+    return _keyed(kernel)[1]
+
+
+def _keyed(kernel: Kernel) -> tuple[str, Cubin]:
     program, compiler = _program(kernel), _compiler()
     pattern = "" if os.environ.get("MOEFP8_INTERLEAVE") == "0" else kernel.interleaving
     key = _key(program, compiler, pattern)
-    return cached(key, lambda: _compile(kernel, program, compiler, pattern))
+    return key, cached(key, lambda: _compile(kernel, program, compiler, pattern))
 
 
 def compile_kernels(
@@ -80,6 +84,14 @@ def compile_kernels(
     num_threads = min(num_threads or num_processors(), len(kernels)) or 1
     with ThreadPoolExecutor(num_threads) as pool:
         return list(pool.map(compile_one, kernels))  # an error or Ctrl-C cancels what waits
+
+
+def keep_kernels(kernels: Iterable[Kernel]) -> None:
+    """Have compiled kernels on disk, where processes that start later find them.
+
+    Raises JitError, saying why that cannot be.
+    """
+    keep(dict(map(_keyed, kernels)))
 
 
 def num_processors() -> int:
