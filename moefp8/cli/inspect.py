@@ -1,8 +1,9 @@
 """Show what a checkpoint holds and what is wrong with it, with no model and no GPU.
 
 Headers, config.json and all scales are read, but weights only if --weights asks for it, or if
-nothing else tells how gate and up were cut into blocks. The status is 1 if there is an error, which
-is what load_checkpoint refuses; a note is none.
+nothing else tells how gate and up were cut into blocks. A checkpoint that is not FP8 is held
+against the model that transformers builds, without weights, to tell whether `quantize` takes it.
+The status is 1 if there is an error, which is what load_checkpoint refuses; a note is none.
 """
 
 import argparse
@@ -13,10 +14,12 @@ from dataclasses import asdict
 from textwrap import wrap
 from typing import Any
 
-from ..checkpoint import Inspection, inspect_checkpoint
+from ..checkpoint import CheckpointError, Inspection, inspect_checkpoint
 from ..checkpoint.errors import printable
+from ..checkpoint.files.source import open_source
 from ..checkpoint.inspect.contents import Kind
 from ..checkpoint.inspect.inspect import Amount
+from ..checkpoint.quantize.selection import select
 
 _UNITS = "KiB", "MiB", "GiB", "TiB"
 _HEAD = ["", "count", "shape", "dtype", "scales", "grid", "bytes"]
@@ -68,11 +71,21 @@ def _facts(found: Inspection) -> Iterator[tuple[str, str]]:
     yield "sizes", ", ".join(f"{name} {n}" for name, n in sizes.items() if n is not None)
     yield "scales", family.quantization
     if not found.is_fp8:
-        yield "FP8", "none, this is not an FP8 checkpoint; `moefp8 quantize` makes one of it"
+        yield "FP8", f"none, this is not an FP8 checkpoint; {_advice(found.path)}"
     for amount in found.dtypes:
         yield "dtype", f"{amount.name}: {_amount(amount)}"
     num_files = len(found.files)
     yield "total", f"{num_files} file{'s' * (num_files != 1)}: {_amount(*found.files)}"
+
+
+def _advice(path: str) -> str:
+    """Say whether `quantize` takes a checkpoint: it selects what would become FP8, and stops."""
+    try:
+        select(open_source(path, "nothing was selected"))
+    except CheckpointError as error:
+        headline, *problems = str(error).splitlines()
+        return f"`moefp8 quantize` refuses it: {problems[0].strip(' -') if problems else headline}"
+    return "`moefp8 quantize` makes one of it"
 
 
 def _amount(*amounts: Amount) -> str:

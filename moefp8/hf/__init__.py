@@ -5,8 +5,8 @@ into our modules, and quantizes others as they are loaded; `experts_implementati
 the experts that transformers keeps itself; `ep_implementation="moefp8"` brings tokens to experts
 that lie on several ranks. It needs the extra `hf`.
 
-Reading order: `versions`, `config`, `quantizer` (what is swapped, and what is checked before),
-`placement` (several devices), `merge` (how experts reach their stacks), `experts`,
+Reading order: `versions`, `config`, `other_formats`, `quantizer` (what is swapped, and what is
+checked before), `placement` (several devices), `merge` (how experts reach their stacks), `experts`,
 `expert_parallel`, `generate` (decoding in CUDA graphs).
 """
 
@@ -15,6 +15,7 @@ from .versions import has_ep_implementations as _has_ep_implementations
 
 _check()
 
+from . import other_formats as other_formats
 from .config import FP8Config, pretrained_config
 from .experts import experts_forward, fp8_experts_forward
 from .generate import DecodingGraphs

@@ -10,7 +10,13 @@ from transformers import AutoConfig, PretrainedConfig
 from transformers.quantizers.auto import register_quantization_config
 
 from ..checkpoint.errors import printable
-from ..checkpoint.files.config import FP8_QUANTIZATION, SEPARATE, format_problem, quantization_of
+from ..checkpoint.files.config import (
+    FP8_QUANTIZATION,
+    SEPARATE,
+    format_problem,
+    modelopt_quantization,
+    quantization_of,
+)
 from ..layers.conversion.choose import FilterFn, Overrides, Patterns, patterns_of
 
 METHOD = "moefp8"
@@ -140,7 +146,7 @@ def pretrained_config(path: str, **kwargs: Any) -> PretrainedConfig:
             f"pretrained_config: config.json of {path}: transformers cannot read it ({reason}); "
             "fetch the file again"
         ) from error
-    stored = quantization_of(config.to_dict())
+    stored = quantization_of(config.to_dict()) or modelopt_quantization(path)
     if stored is None:
         raise ValueError(
             f"pretrained_config: {path} must have a quantization_config, got none; pass "

@@ -20,7 +20,19 @@ FP8_QUANTIZATION = {
 # Scales of gate and up in one tensor [E, 2I, H] may fit two cuts; others ignore this key of ours.
 SEPARATE = {"gate_up_blocks": "separate"}
 
+MODELOPT_NAME = "hf_quant_config.json"  # all that older releases of NVIDIA's modelopt say
+
 _METHODS = ("fp8", "compressed-tensors")
+_FILE = "stated_in"  # the name of the file that says it, if it is not config.json
+_WAY_OUT = (
+    "quantize the 16-bit original (python -m moefp8 quantize), or fetch its FP8 release in 128x128 "
+    "blocks"
+)
+_WAYS_OUT = {
+    "mxfp4": "import moefp8.hf, which runs its experts in FP8: from_pretrained(path, "
+    'quantization_config=transformers.Mxfp4Config(dequantize=True), experts_implementation="moefp8"'
+    ")"
+}
 _QUANTIZATIONS = ("quantization_config", "compression_config")
 _FORMAT_KEYS = ("quant_method", "quant_algo", "format", "fmt")
 _DECODER_LAYER = re.compile(
@@ -57,6 +69,19 @@ def quantization_of(config: Mapping[str, Any]) -> Any:
     return next((x for x in places if x is not None), None)
 
 
+def modelopt_quantization(path: str | os.PathLike[str]) -> dict[str, Any] | None:
+    """Return what modelopt says beside the config.json of the checkpoint at path, if it does.
+
+    It has the form of a quantization_config. Raises CheckpointError if the file is broken.
+    """
+    file = config_path(path).with_name(MODELOPT_NAME)
+    if not os.path.lexists(file):
+        return None
+    stated = read_object(file).get("quantization")
+    facts = stated if isinstance(stated, dict) else {}
+    return {**facts, "quant_method": "modelopt", _FILE: MODELOPT_NAME}
+
+
 def format_problem(config: Mapping[str, Any]) -> str | None:
     """Say what is wrong with the format that config states; if it states none, shapes decide."""
     quantization = quantization_of(config)
@@ -64,10 +89,11 @@ def format_problem(config: Mapping[str, Any]) -> str | None:
         return None
     method = quantization.get("quant_method", "fp8") if isinstance(quantization, dict) else None
     if method not in _METHODS:
+        is_of_modelopt = isinstance(quantization, dict) and _FILE in quantization
         return (
-            f"config.json: quant_method must be one of {', '.join(_METHODS)}, but it says "
-            f"{format_name(config)}, a format that moefp8 does not load; quantize the 16-bit "
-            "original (python -m moefp8 quantize), or fetch its FP8 release in 128x128 blocks"
+            f"{MODELOPT_NAME if is_of_modelopt else 'config.json'}: quant_method must be one of "
+            f"{', '.join(_METHODS)}, but it says {format_name(config)}, a format that moefp8 does "
+            f"not load; {_WAYS_OUT.get(method, _WAY_OUT) if isinstance(method, str) else _WAY_OUT}"
         )
     sizes = block_sizes(config)
     if sizes and all(block == BLOCK for block in sizes):

@@ -10,7 +10,13 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, TypeVar
 
 from ..errors import CheckpointError, failing_as, quoted, raise_if_any
-from .config import config_path, format_name, format_problem, quantization_of
+from .config import (
+    config_path,
+    format_name,
+    format_problem,
+    modelopt_quantization,
+    quantization_of,
+)
 from .header import FP8, PLAIN_DTYPES, Entry, Shard, read_shard
 from .safe_read import check_inside, check_key, read_object
 
@@ -27,7 +33,10 @@ _Placed = dict[str, Path | None]  # key -> its file as the index says; None for 
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint whose files agree. path: what the user gave; config: {} if it has none."""
+    """A checkpoint whose files agree. path: what the user gave; config: {} if it has none.
+
+    Where config.json says nothing of quantization, config has what modelopt's file says.
+    """
 
     path: Path
     config: dict[str, Any]
@@ -87,7 +96,12 @@ def _scan(
         for key, file in placed.items()
         if file in shards and key not in shards[file].named
     ]
-    source = Source(path, config or {}, entries, shards)
+    config = config or {}
+    is_plain = all(entry.dtype in PLAIN_DTYPES for entry in entries.values())
+    if not is_plain and quantization_of(config) is None:
+        quantization = _try(modelopt_quantization, path, problems)
+        config |= {"quantization_config": quantization} if quantization else {}
+    source = Source(path, config, entries, shards)
     return Scan(source, named, {file: told for file, told in problems.items() if told})
 
 

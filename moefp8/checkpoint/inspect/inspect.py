@@ -13,7 +13,7 @@ from ..errors import CheckpointError
 from ..files.config import says_separate
 from ..files.cuts import are_separate
 from ..files.header import FP8, SCALE_DTYPES, Entry
-from ..files.names import folded
+from ..files.names import folded, weight_of_scale
 from ..files.reading import open_files
 from ..files.source import scan_source
 from ..files.values import SCALE_TESTS, WEIGHT_TESTS, Counts, Test, count_values
@@ -50,8 +50,9 @@ class Inspection:
 
     @property
     def is_fp8(self) -> bool:
-        """Whether it holds weights in FP8; codes without scales are an error besides."""
-        return any(amount.name == FP8 for amount in self.dtypes)
+        """Whether a load takes weights in FP8; codes without scales are an error besides."""
+        weights = (kind for kind in self.kinds if weight_of_scale(kind.name) is None)
+        return any(FP8 in kind.dtypes for kind in weights)
 
     @property
     def is_loadable(self) -> bool:
