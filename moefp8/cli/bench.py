@@ -18,7 +18,7 @@ from ..layers import FP8Linear, GroupedExperts
 from ..tuning.keep import keep
 from ..tuning.ranks import RanksTime, check_ranks, time_ranks
 from ..tuning.tune import time_layer, tune_layer
-from .precompile import add_sizes_to, layers_of, num_ranks_of
+from .precompile import add_sizes_to, check_ranks_hold_experts, layers_of, num_ranks_of
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError("nothing to time: give a CHECKPOINT, --linear N K or --experts E k H I")
     for layer in layers:
         if min(size for size in layer if size is not None) < 1:
-            raise ValueError(f"all sizes must be at least 1, got {layer}")
+            raise ValueError(f"all sizes must be at least 1, got {_title(layer)}")
     if arguments.ranks is not None:
         return _run_ranks(arguments, [x for x in layers if isinstance(x, Experts)])
     has_gpu, driver = torch.cuda.is_available(), current_driver()
@@ -106,6 +106,8 @@ def _layers(arguments: argparse.Namespace) -> Iterator[Layer]:
 def _of_ranks(layer: Experts, num_ranks: int) -> Iterator[Experts]:
     """What the ranks hold that have the fewest experts and the most."""
     num_global = layer.num_experts
+    if num_global > 0:  # `run` refuses other sizes
+        check_ranks_hold_experts(num_ranks, num_global)
     for num_experts in (num_global // num_ranks, ceil_div(num_global, num_ranks)):
         is_rank = num_experts < num_global
         yield layer._replace(

@@ -20,6 +20,7 @@ from ..checkpoint.files.source import open_source
 from ..checkpoint.inspect.contents import Kind
 from ..checkpoint.inspect.inspect import Amount
 from ..checkpoint.quantize.selection import select
+from .options import with_options
 
 _UNITS = "KiB", "MiB", "GiB", "TiB"
 _HEAD = ["", "count", "shape", "dtype", "scales", "grid", "bytes"]
@@ -83,8 +84,8 @@ def _advice(path: str) -> str:
     try:
         select(open_source(path, "nothing was selected"))
     except CheckpointError as error:
-        headline, *problems = str(error).splitlines()
-        return f"`moefp8 quantize` refuses it: {problems[0].strip(' -') if problems else headline}"
+        headline, *problems = with_options(str(error), ["skip"]).splitlines()
+        return f"`moefp8 quantize` refuses it: {(problems or [headline])[0].removeprefix('  - ')}"
     return "`moefp8 quantize` makes one of it"
 
 

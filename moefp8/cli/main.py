@@ -13,6 +13,7 @@ from .. import __version__
 from ..checkpoint import CheckpointError
 from ..kernels.jit import JitError
 from . import bench, info, inspect, precompile, quantize
+from .options import options_of, with_options
 
 
 def script() -> int:
@@ -35,6 +36,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m moefp8") -> i
         command = commands.add_parser(name, help=summary, description=module.__doc__)
         command.set_defaults(run=module.run)
         module.add_to(command)
+        command.set_defaults(options=options_of(command))
     arguments = parser.parse_args(argv)
     if arguments.command is None:
         parser.print_help(sys.stderr)
@@ -49,7 +51,10 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m moefp8") -> i
         return 0
     except (CheckpointError, JitError, OSError, ValueError) as error:
         if sys.stderr is not None:  # else print would take stdout
-            print(f"moefp8 {arguments.command}: {error}", file=sys.stderr)
+            text = with_options(str(error), arguments.options)
+            for caller in (arguments.command, f"{arguments.command}_checkpoint"):
+                text = text.removeprefix(f"{caller}: ")
+            print(f"moefp8 {arguments.command}: {text}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

@@ -56,6 +56,14 @@ def num_ranks_of(arguments: argparse.Namespace) -> int:
     return num_ranks
 
 
+def check_ranks_hold_experts(num_ranks: int, num_experts: int, where: str = "") -> None:
+    if num_ranks > num_experts:
+        raise ValueError(
+            "--expert-parallel-size must be at most the number of experts, since each rank holds "
+            f"one, and there are {num_experts}{where}, got {num_ranks}"
+        )
+
+
 def layers_of(checkpoint: str, top_k: int | None) -> Layers:
     """Return `fp8_layers`. Raises ValueError if there are experts and no top_k is known."""
     layers = fp8_layers(checkpoint, top_k)
@@ -69,6 +77,9 @@ def layers_of(checkpoint: str, top_k: int | None) -> Layers:
 
 def parts_of_ranks(layers: Layers, num_ranks: int) -> nn.ModuleList:
     """What the ranks hold that have the fewest experts and the most: the first and the last."""
+    for name, module in zip(layers.names, layers, strict=True):
+        if isinstance(module, GroupedExperts):
+            check_ranks_hold_experts(num_ranks, module.num_experts, f" of {name}")
     experts = (i for i, module in enumerate(layers) if isinstance(module, GroupedExperts))
     plan: dict[str, Kind] = {str(i): "experts" for i in experts}
     ranks = (0, num_ranks - 1)

@@ -39,6 +39,8 @@ def add_to(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if "" in arguments.skip:
+        raise ValueError("--skip must be a part of a name, or a pattern, got ''")
     if arguments.json:
         _check_writable(Path(arguments.json), Path(arguments.target))
     with _logged_to_stdout():
