@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..kernels.common.checks import FLOATS
 from ..layers.adapter import adapters_of
+from ..layers.module import check_dtype
 from ..layers.saving import release
 from .config import Options
 from .lora import LoRA
@@ -72,8 +72,7 @@ def _check(model: nn.Module, rank: int, alpha: float, dtype: torch.dtype) -> Non
         raise ValueError(f"add_lora: rank must be an integer of at least 1, got {rank!r}")
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < 1e6:
         raise ValueError(f"add_lora: alpha must be a number above 0, got {alpha!r}")
-    if dtype not in FLOATS:
-        raise TypeError(f"add_lora: dtype must be bfloat16, float16 or float32, got {dtype}")
+    check_dtype("add_lora", dtype)
     if adapters := adapters_of(model):
         raise ValueError(
             f"add_lora: the model must have no adapters yet, but has {len(adapters)} "

@@ -222,7 +222,8 @@ def _gradients(
 def check_saved_dtype(layer: str, saved_dtype: torch.dtype) -> None:
     if saved_dtype not in (torch.bfloat16, E4M3):
         raise ValueError(
-            f"{layer}: saved_dtype must be torch.bfloat16 or torch.float8_e4m3fn, got {saved_dtype}"
+            f"{layer}: saved_dtype must be torch.bfloat16 or torch.float8_e4m3fn, got "
+            f"{saved_dtype!r}"
         )
 
 

@@ -1,6 +1,7 @@
 """What happens to a model while it is loaded: modules are swapped, the checkpoint is checked."""
 
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -94,7 +95,15 @@ class FP8Quantizer(HfQuantizer):
         does not know its model, and leaves the answer to the backward.
         """
         model = self._model()
-        return model is None or any(x.requires_grad and x.dtype != E4M3 for x in model.parameters())
+        if model is None or any(x.requires_grad and x.dtype != E4M3 for x in model.parameters()):
+            return True
+        warnings.warn(
+            f"{type(model).__name__}: nothing of it trains, since FP8 codes are frozen; "
+            "moefp8.unfreeze(model) makes master weights of them, and "
+            "moefp8.adapters.add_lora(model) adapters beside them",
+            stacklevel=2,
+        )
+        return False
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: x for name, x in vars(self).items() if name != "_model"}

@@ -11,10 +11,11 @@ from torch import nn
 
 from ..functional.experts import ExpertsInputs
 from ..functional.experts_backward import check_saved_dtype, routed_experts
+from ..functional.swiglu import check_limit
 from ..functional.training.experts import routed_experts as trained_experts
 from ..functional.training.linear import Wgrad, check_wgrad
 from ..kernels import E4M3, num_blocks
-from ..kernels.common.checks import FLOATS, check_rows_contiguous, check_shape, check_tensor
+from ..kernels.common.checks import FLOATS, check_rows_contiguous, check_tensor
 from ..quant import BlockScaled, dequantize, quantize_128x128
 from .conversion.plain import PlainExperts
 from .module import attributes_repr, check_dtype, draw_as_linear, frozen_parameter
@@ -88,6 +89,7 @@ class GroupedExperts(TrainableModule):
         super().__init__()
         check_saved_dtype("GroupedExperts", saved_dtype)
         check_wgrad("GroupedExperts", wgrad)
+        check_limit("GroupedExperts", swiglu_limit)
         self.keep_transposed, self.saved_dtype = keep_transposed, saved_dtype
         self.wgrad = wgrad
         if layout not in ("auto", "contiguous", "masked"):
@@ -172,9 +174,7 @@ class GroupedExperts(TrainableModule):
         op = "GroupedExperts.from_weights"
         check_tensor(op, "gate_up_proj", gate_up_proj, FLOATS, 3)
         check_tensor(op, "down_proj", down_proj, FLOATS, 3)
-        e, h, i = down_proj.shape
-        rule = "[E, 2I, H] for down_proj [E, H, I]"
-        check_shape(op, "gate_up_proj", gate_up_proj, [e, 2 * i, h], rule)
+        _check_stacks(op, gate_up_proj.shape, down_proj.shape)
         options: dict[str, Any] = {"swiglu_limit": swiglu_limit, "layout": layout, "wgrad": wgrad}
         experts = cls(*down_proj.shape, device="meta", **options)
         if trainable:
@@ -326,5 +326,31 @@ class GroupedExperts(TrainableModule):
 
     def extra_repr(self) -> str:
         sizes = "num_experts", "hidden_size", "intermediate_size"
-        trained = ("trainable", "wgrad") if self.trainable else ()
-        return attributes_repr(self, *sizes, "swiglu_limit", "layout", *trained)
+        trained = ("wgrad",) if self.trainable else ()
+        return attributes_repr(self, *sizes, "swiglu_limit", "layout", "trainable", *trained)
+
+
+def _check_stacks(op: str, gate_up: Sequence[int], down: Sequence[int]) -> None:
+    """Raise ValueError unless the shapes are [E, 2I, H] and [E, H, I]; name what is transposed."""
+
+    def turned(shape: Sequence[int]) -> tuple[int, ...]:
+        return (shape[0], *reversed(shape[1:]))
+
+    def fit(gate_up: Sequence[int], down: Sequence[int]) -> bool:
+        e, h, i = down
+        return tuple(gate_up) == (e, 2 * i, h)
+
+    if fit(gate_up, down):
+        return
+    names: tuple[str, ...] = ()
+    if fit(gate_up, turned(down)):
+        names = ("down_proj",)
+    elif fit(turned(gate_up), down):
+        names = ("gate_up_proj",)
+    elif fit(turned(gate_up), turned(down)):
+        names = "gate_up_proj", "down_proj"
+    ways = " and ".join(f"{name}.transpose(1, 2)" for name in names)
+    raise ValueError(
+        f"{op}: gate_up_proj must be [E, 2I, H], gate rows first, and down_proj [E, H, I], got "
+        f"{list(gate_up)} and {list(down)}" + (f", transposed; pass {ways}" if ways else "")
+    )

@@ -236,5 +236,6 @@ class FP8Linear(TrainableModule):
 
     def extra_repr(self) -> str:
         has_bias = self.bias is not None
-        told = f"{attributes_repr(self, 'in_features', 'out_features')}, bias={has_bias}"
-        return f"{told}, {attributes_repr(self, 'trainable', 'wgrad')}" if self.trainable else told
+        trained = ("wgrad",) if self.trainable else ()
+        sizes = attributes_repr(self, "in_features", "out_features")
+        return f"{sizes}, bias={has_bias}, {attributes_repr(self, 'trainable', *trained)}"

@@ -123,7 +123,8 @@ def is_wrapped(module: nn.Module) -> bool:
 def check_dtype(op: str, dtype: torch.dtype) -> None:
     """Raise TypeError unless dequantized weights can have `dtype`."""
     if dtype not in FLOATS:
-        raise TypeError(f"{op}: dtype must be bfloat16 or float16 or float32, got {dtype}")
+        allowed = ", ".join(map(str, FLOATS))
+        raise TypeError(f"{op}: dtype must be one of {allowed}, got {dtype!r}")
 
 
 def frozen_parameter(

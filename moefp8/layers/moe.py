@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 
 from ..functional.feed_forward import FeedForwardInputs
 from ..functional.feed_forward_backward import shared_experts
-from ..functional.swiglu import swiglu
+from ..functional.swiglu import check_limit, swiglu
 from ..functional.training.linear import Wgrad
 from ..kernels.common.checks import FLOATS, check_tensor
 from .experts import PARALLELIZERS, ExpertLayout, GroupedExperts
@@ -124,6 +124,7 @@ class MoE(nn.Module):
         self.hidden_size = hidden_size
         if shared_expert_gate and not shared_intermediate_size:
             raise ValueError("MoE: shared_expert_gate needs shared_intermediate_size > 0, got 0")
+        check_limit("MoE", swiglu_limit)
         options: dict[str, Any] = {"swiglu_limit": swiglu_limit, "device": device}
         options |= {"trainable": trainable, "wgrad": wgrad, "dtype": dtype}
         self.gate = TopKRouter(hidden_size, num_experts, top_k, device=device, **router)

@@ -1,5 +1,6 @@
 """`TopKRouter`: a linear gate in FP32 and one of the two choice formulas."""
 
+import math
 from typing import Literal
 
 import torch
@@ -58,6 +59,10 @@ class TopKRouter(FixedDtypeModule):
             raise ValueError(
                 "TopKRouter: num_groups, topk_groups, scaling_factor and correction_bias are for "
                 "scoring='sigmoid'"
+            )
+        if not 0 < scaling_factor < math.inf:  # this refuses NaN, too
+            raise ValueError(
+                f"TopKRouter: scaling_factor must be finite and above 0, got {scaling_factor}"
             )
         check_choice("TopKRouter", num_experts, top_k, num_groups, topk_groups)
         self.hidden_size, self.num_experts, self.top_k = hidden_size, num_experts, top_k

@@ -4,11 +4,14 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Collection
 from typing import Any, ClassVar
+from weakref import WeakSet
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..functional.training.linear import Wgrad, check_wgrad
+from ..kernels import E4M3
 from ..kernels.common.checks import FLOATS
 from .adapter import check_no_adapters
 from .conversion.conversion import Conversion
@@ -96,6 +99,31 @@ class TrainableModule(FixedDtypeModule):
             ValueError: it is a part that `shard` left, or wgrad is unknown.
         """
         raise NotImplementedError
+
+
+_seen_optimizers: WeakSet[torch.optim.Optimizer] = WeakSet()
+
+
+def _warn_of_codes(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Warn, in an optimizer's first step, that FP8 codes which it holds do not train.
+
+    Autograd would say nothing as long as anything else of the model trains.
+    """
+    if torch.compiler.is_compiling() or optimizer in _seen_optimizers:
+        return
+    _seen_optimizers.add(optimizer)
+    params = (x for group in optimizer.param_groups for x in group["params"])
+    if num_codes := sum(x.dtype == E4M3 for x in params):
+        warnings.warn(
+            f"{type(optimizer).__name__} holds {num_codes} FP8 weights, whose codes are frozen and "
+            "do not train. Make the optimizer after moefp8.unfreeze(model), or after "
+            "moefp8.convert(model, trainable=True) of plain modules; or pass it only parameters "
+            "that require a gradient, such as adapters",
+            stacklevel=3,
+        )
+
+
+register_optimizer_step_pre_hook(_warn_of_codes)
 
 
 def check_whole(op: str, module: nn.Module, name: str = "the module") -> None:

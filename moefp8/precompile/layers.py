@@ -13,7 +13,7 @@ from ..kernels.common.checks import FLOATS
 from ..kernels.gemm.tuned import ConfigSource, config_source_of
 from ..kernels.jit import JitError, Kernel, compile_kernels, current_driver, keep_kernels
 from ..layers import FP8Linear, GroupedExperts, TopKRouter
-from ..layers.module import FixedDtypeModule
+from ..layers.module import FixedDtypeModule, check_dtype
 from ..layers.moe import SharedExperts
 from ..layers.router import TOP_K_NAMES
 from ..layers.trainable import TrainableModule
@@ -112,8 +112,8 @@ def kernels_of(
 ) -> list[Kernel]:
     """The kernels that `precompile` compiles; first come those that take long."""
     _check_numbers(max_tokens=max_tokens, top_k=top_k, num_sms=num_sms)
-    if dtype is not None and dtype not in FLOATS:
-        raise TypeError(f"precompile: dtype must be bf16, fp16 or fp32, got {dtype}")
+    if dtype is not None:
+        check_dtype("precompile", dtype)
     dtypes = _dtypes_of(model) if dtype is None else frozenset({dtype})
     layers = dict.fromkeys(_layers_of(model, top_k))
     if not layers:

@@ -214,7 +214,8 @@ def test_the_trainer_refuses_a_model_of_which_nothing_trains(fp8, tmp_path, is_l
     assert model.hf_quantizer.is_trainable
     assert model.hf_quantizer.is_qat_trainable
     model.requires_grad_(False)
-    assert not model.hf_quantizer.is_qat_trainable
+    with pytest.warns(UserWarning, match=r"nothing of it trains, .*; moefp8\.unfreeze\(model\)"):
+        assert not model.hf_quantizer.is_qat_trainable
     # A converted model does not call itself quantized, so that casts such as `float` go on.
     refused, told = RuntimeError, "does not require grad"
     if is_loaded:

@@ -22,6 +22,9 @@ FLOATS = tuple(INPUTS)
 def check_tensor(
     op: str, name: str, x: torch.Tensor, dtypes: Sequence[torch.dtype], ndim: int | None = None
 ) -> None:
+    if not isinstance(x, torch.Tensor):
+        way_out = "; torch.stack makes one of several" if isinstance(x, list | tuple) else ""
+        raise TypeError(f"{op}: {name} must be a tensor, got {type(x).__name__}{way_out}")
     if x.dtype not in dtypes:
         allowed = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         came = str(x.dtype).removeprefix("torch.")

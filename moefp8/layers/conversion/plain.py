@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ...functional.swiglu import swiglu
+from ...functional.swiglu import check_limit, swiglu
 from ...kernels.common.checks import check_choices
 from ..module import attributes_repr, draw_as_linear
 
@@ -34,6 +34,7 @@ class PlainExperts(nn.Module):
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         super().__init__()
+        check_limit("PlainExperts", swiglu_limit)
         e, h, i = num_experts, hidden_size, intermediate_size
         self.num_experts, self.hidden_size, self.intermediate_size = e, h, i
         self.swiglu_limit = swiglu_limit

@@ -45,7 +45,7 @@ def test_freeze_and_unfreeze_keep_ties():
 def test_unfreeze_refuses_before_anything_is_changed():
     model = nn.Sequential(FP8Linear(256, 256), FP8Linear(256, 256))
     for bad, error, message in (
-        ({"dtype": torch.float64}, TypeError, "unfreeze: dtype must be bfloat16"),
+        ({"dtype": torch.float64}, TypeError, "unfreeze: dtype must be one of torch.bfloat16"),
         ({"wgrad": "fp8"}, ValueError, "unfreeze: wgrad must be '128x1'"),
     ):
         with pytest.raises(error, match=message):

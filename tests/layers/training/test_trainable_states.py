@@ -103,7 +103,9 @@ def test_meta_and_to_empty(kind):
 @KINDS
 def test_repr(kind):
     assert "trainable=True, wgrad='128x1'" in repr(make(kind))
-    assert "trainable" not in repr(make(kind).freeze())
+    frozen = repr(make(kind).freeze())
+    assert "trainable=False" in frozen
+    assert "wgrad" not in frozen
 
 
 @KINDS
