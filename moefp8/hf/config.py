@@ -1,6 +1,7 @@
 """What `from_pretrained` is told: that moefp8 does the FP8 of a model."""
 
 import copy
+import os
 import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -146,7 +147,9 @@ def pretrained_config(path: str, **kwargs: Any) -> PretrainedConfig:
             f"pretrained_config: config.json of {path}: transformers cannot read it ({reason}); "
             "fetch the file again"
         ) from error
-    stored = quantization_of(config.to_dict()) or modelopt_quantization(path)
+    stored = quantization_of(config.to_dict())
+    if stored is None and os.path.isdir(path):
+        stored = modelopt_quantization(path)
     if stored is None:
         raise ValueError(
             f"pretrained_config: {path} must have a quantization_config, got none; pass "

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import printable, quoted
-from .safe_read import read_object
+from .safe_read import check_there, read_object
 
 BLOCK = [128, 128]
 FP8_QUANTIZATION = {
@@ -49,7 +49,10 @@ def config_path(path: str | os.PathLike[str]) -> Path:
 
 def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read the config.json of the checkpoint at path: a directory, or a .safetensors file in it."""
-    return read_object(config_path(path))
+    file = config_path(path)
+    if not os.path.lexists(file):
+        check_there(Path(path))
+    return read_object(file)
 
 
 def has_ambiguous_blocks(intermediate_size: int, block: int = BLOCK[0]) -> bool:

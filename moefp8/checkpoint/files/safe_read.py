@@ -7,6 +7,7 @@ file is looked at before a byte of it is read. JSON that costs much is refused: 
 
 import json
 import os
+import re
 import stat
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ _MAX_BYTES = 100_000_000  # an index of 150,000 keys takes 20 MB
 _MAX_VALUES = 4_000_000  # 150,000 tensors of a header have 1.7 million; these take 5 s and 0.5 GiB
 _MAX_DEPTH = 64
 _MAX_KEY = 1000
+# A `Path` has one slash where a URL has two. A hub id is `owner/name`.
+_HUB_ID = re.compile(r"(https?:/(?:huggingface\.co|hf\.co)/)?(\w[\w.-]*/\w[\w.-]*)")
 
 
 def open_regular(path: Path) -> int:
@@ -28,6 +31,21 @@ def open_regular(path: Path) -> int:
         os.close(file)
         raise CheckpointError(f"{path}: must be a regular file")
     return file
+
+
+def check_there(path: Path) -> None:
+    """Raise CheckpointError if there is nothing at path; what may be on a hub is told the way."""
+    if os.path.lexists(path):
+        return
+    hub_id = _HUB_ID.fullmatch(str(path))
+    is_remote = hub_id and (hub_id[1] or not os.path.lexists(path.parent))
+    way_out = (
+        f"; what is on the Hugging Face hub is downloaded first: hf download {hub_id[2]} "
+        "--local-dir DIR (pip install huggingface_hub), then give DIR"
+        if hub_id and is_remote
+        else ""
+    )
+    raise CheckpointError(f"{path}: there is no such file or directory{way_out}")
 
 
 def read_object(path: Path) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from .config import (
     quantization_of,
 )
 from .header import FP8, PLAIN_DTYPES, Entry, Shard, read_shard
-from .safe_read import check_inside, check_key, read_object
+from .safe_read import check_inside, check_key, check_there, read_object
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -142,8 +142,7 @@ def _locate(path: Path, problems: _Problems) -> tuple[_Placed, Iterable[Path]]:
     if not os.path.lexists(index):
         if single.exists():
             return {}, [single]
-        if not os.path.lexists(path):
-            raise CheckpointError(f"{path}: there is no such file or directory")
+        check_there(path)
         raise CheckpointError(f"{path}: holds neither {INDEX_NAME} nor {SINGLE_NAME}")
     if single.exists():
         problems[path].append(
