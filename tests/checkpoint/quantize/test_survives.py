@@ -346,7 +346,7 @@ def test_the_command(source, tmp_path, capsys):
     assert main(["quantize", str(source), str(tmp_path / "u"), "--skip", "nowhere"]) == 1
     errors = capsys.readouterr().err.splitlines()
     assert errors[0].startswith(f"moefp8 quantize: {target}: exists")
-    assert errors[1].startswith("moefp8 quantize: skip: every pattern must match")
+    assert errors[1].startswith("moefp8 quantize: --skip: every pattern must match")
 
 
 @pytest.mark.parametrize("name", ["nowhere/report.json", "folder", "file/report.json"])
