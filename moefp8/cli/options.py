@@ -21,6 +21,6 @@ def with_options(text: str, options: Sequence[str]) -> str:
         if "_" in keyword:
             text = re.sub(rf"(?<![\w./-]){keyword}\b(?![./]\w)=?", f"--{option}", text)
         else:
-            before, behind = r"(?:^|(?<=[:;,] )|(?<=another ))", r"(?= must\b|: | '| it\b|,? than)"
-            text = re.sub(before + keyword + behind, f"--{option}", text)
+            before, after = r"(?:^|(?<=[:;,] )|(?<=another ))", r"(?= must\b|: | '| it\b|,? than)"
+            text = re.sub(before + keyword + after, f"--{option}", text)
     return text
