@@ -30,7 +30,8 @@ Figures = dict[str, Any]
 
 _NUM_LOGITS = 16  # of the prompt's last tokens: the head takes as long as for one
 BATCHED, GROUPED = "batched_mm", "grouped_mm"  # ways in which transformers runs its experts
-_MANY, _MANY_AS_CALLED = 40, 16  # new tokens of the longer of two calls
+_MOST_BATCHED = 16  # sequences: it copies the weights of each choice, 10 GB a layer for 128
+_MANY, _MANY_AS_CALLED = 40, 12  # new tokens of the longer of two calls
 
 
 class Phase(NamedTuple):
@@ -177,7 +178,7 @@ def _in_graphs(model: Any, phase: Phase) -> Figures:
     if any(isinstance(module, GroupedExperts) for module in model.modules()):
         return {"graph_ms": _ms_in_graphs(model, phase.prompts)}
     ways = {}
-    for way in (BATCHED, GROUPED):
+    for way in (GROUPED, BATCHED) if phase.num_tokens <= _MOST_BATCHED else (GROUPED,):
         with decoding_by(model, way):
             ways[way] = _ms_in_graphs(model, phase.prompts)
     way = min(ways, key=lambda way: ways[way])
