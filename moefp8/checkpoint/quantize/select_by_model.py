@@ -136,7 +136,9 @@ def _moves_of(
         if entry.shape != slot.shape:
             return f"stored as {list(entry.shape)}, and not as {list(slot.shape)}"
     stacks = stacks_of(skeleton.model.get_submodule(module))
-    if stacks is not None and stacks.names != STACKS:
+    if stacks is not None and len(stacks.gate_up) == 1 and stacks.names != STACKS:
+        return _LOST
+    if stacks is not None and len(stacks.gate_up) > 1:
         named = {slot.name.removeprefix(f"{module}."): entry for entry, slot in direct}
         weights = [named[name] for name in stacks.names]
         return _dbrx(module, weights, len(stacks.down), skeleton)

@@ -39,8 +39,9 @@ def convert(
     Weights are quantized one module at a time, the largest first, and each original is freed, so
     the peak is the model and one module. A model on the meta device is swapped without weights, to
     be loaded into. `convert` swaps `nn.Linear`, transformers' `Conv1D`, DBRX's experts, and experts
-    stacked as `gate_up_proj` [E, 2I, H], gate rows first, and `down_proj` [E, H, I]. Experts are
-    first run on random tokens: they must compute SwiGLU, or its clamped variant, and nothing else.
+    stacked as `gate_up_proj` [E, 2I, H], gate rows first, and `down_proj` [E, H, I], or as `w13` and
+    `w2`. Experts are first run on random tokens: they must compute SwiGLU, or its clamped variant,
+    and nothing else.
 
     By default these stay: output heads, routers, gates to one number, what the model keeps in FP32,
     and linears whose weights are read by others (`moefp8.layers.conversion.selection`). The result

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from ...functional.kept import has_memory
-from .stacks import STACKS
+from .stacks import STACK_NAMES
 
-_WEIGHTS = {"weight", *STACKS}
+_WEIGHTS = {"weight", *STACK_NAMES}
 _READ_SAFELY = {"device", "shape", "size", "ndim", "is_meta", "numel", "requires_grad", "data_ptr"}
 _NOT_FORWARD = {"__init__", "_init_weights", "init_weights", "reset_parameters", "extra_repr"}
 

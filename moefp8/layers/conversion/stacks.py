@@ -16,6 +16,8 @@ from ...functional.swiglu import swiglu
 from ..experts import GroupedExperts
 
 STACKS = ("gate_up_proj", "down_proj")
+_STACK_NAMES = (STACKS, ("w13", "w2"))  # transformers' names, and vLLM's
+STACK_NAMES = frozenset(name for names in _STACK_NAMES for name in names)
 
 # The attributes of experts modules of transformers, with the values that suit `GroupedExperts`.
 _FLAGS = {
@@ -43,9 +45,10 @@ def stacks_of(module: nn.Module) -> Stacks | None:
     """The stacks of an experts module of a known make, else None; their shapes are not checked."""
     if isinstance(module, GroupedExperts):
         return None
-    weights: list[Any] = [getattr(module, name, None) for name in STACKS]
-    if all(isinstance(w, torch.Tensor) and w.ndim == 3 for w in weights):
-        return Stacks((weights[0],), weights[1], STACKS)
+    for names in _STACK_NAMES:
+        weights: list[Any] = [getattr(module, name, None) for name in names]
+        if all(isinstance(w, torch.Tensor) and w.ndim == 3 for w in weights):
+            return Stacks((weights[0],), weights[1], names)
     return _dbrx_stacks(module)
 
 
@@ -76,12 +79,11 @@ def form_problem(module: nn.Module, stacks: Stacks) -> str | None:
         )
     gate_up, down = list(stacks.gate_up[0].shape), list(stacks.down.shape)
     gate_up[1] *= len(stacks.gate_up)
+    names = STACKS if len(stacks.gate_up) > 1 else stacks.names
     if gate_up != [down[0], 2 * down[2], down[1]]:
-        return (
-            f"must hold gate_up_proj [E, 2I, H] and down_proj [E, H, I], got {gate_up} and {down}"
-        )
+        return f"must hold {names[0]} [E, 2I, H] and {names[1]} [E, H, I], got {gate_up} and {down}"
     if 0 in down:
-        return f"must hold weights, got gate_up_proj {gate_up} and down_proj {down}"
+        return f"must hold weights, got {names[0]} {gate_up} and {names[1]} {down}"
     return None
 
 

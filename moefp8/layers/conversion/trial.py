@@ -1,7 +1,7 @@
 """Try an experts module with random weights, and put it back as it was."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from .source_code import Reach, in_reach
-from .stacks import STACKS, Stacks, stacks_of
+from .stacks import Stacks, stacks_of
 
 _PERIOD = 65537  # random weights repeat after so many, a prime, so that rows differ
 # Of parameters with more than _SMALL elements, the matrices of experts overlap in memory: each
@@ -18,39 +18,79 @@ _SMALL, _STEP = 1 << 20, 8
 _OF_MODULE = frozenset(vars(nn.Module()))
 
 
+Changed = Callable[[Reach], str]
+
+
 @contextmanager
 def random_weights(
     module: nn.Module, random: torch.Generator, training: bool = False, widest: int | None = None
-) -> Iterator[tuple[Stacks, Callable[[Reach], str]]]:
-    """Give `module` random weights, on the CPU in FP32 if it is on meta, and set its mode.
+) -> Iterator[tuple[Stacks, Changed]]:
+    """Give an experts module random weights, as `drawn_weights` does; yield its stacks as well.
 
-    widest: H and I are at most that, also in attributes. Its own weights are not read. Those of a
-    large module take the memory of one expert.
-
-    Yield its stacks, and a function that names what a forward has changed, or "": in the module, or
-    since `in_reach` gave what it takes. In the end all in the module is as before.
+    widest: H and I are at most that, also in attributes.
     """
     shapes, sizes = _narrowed(module, widest)
+    with drawn_weights(module, random, training, shapes, sizes) as (_, changed):
+        stacks = stacks_of(module)
+        assert stacks is not None
+        gate_up = tuple(x.detach() for x in stacks.gate_up)
+        yield Stacks(gate_up, stacks.down.detach(), stacks.names), changed
+
+
+@contextmanager
+def drawn_weights(
+    module: nn.Module,
+    random: torch.Generator,
+    training: bool,
+    shapes: Mapping[str, tuple[int, ...]],
+    sizes: Mapping[int, int],
+    lists: Sequence[Sequence[str]] = (),
+    dtype: torch.dtype | None = None,
+) -> Iterator[tuple[list[torch.Tensor], Changed]]:
+    """Give `module` random weights, on the CPU if it is on meta, and set its mode.
+
+    Its own weights are not read. Those of a large module take the memory of one expert.
+
+    shapes: of parameters that have another one than now, by name. sizes: replaces integers in
+    attributes. lists: names of parameters of one shape, which are drawn as one stack. dtype: of
+    all parameters; None: what they have, and FP32 on meta.
+
+    Yield the stacks of lists, and a function that names what a forward has changed, or "": in the
+    module, or since `in_reach` gave what it takes. In the end all in the module is as before.
+    """
     before = [
         (path, child, dict(vars(child)), dict(child._parameters), dict(child._buffers))
         for path, child in module.named_modules()
     ]
     is_intact: dict[str, Callable[[torch.Tensor], bool]] = {}
+    stacks: list[torch.Tensor] = []
+    slices: dict[str, torch.Tensor] = {}
     try:
+        for names in lists:
+            x = module.get_parameter(names[0])
+            shape = (len(names), *shapes.get(names[0], x.shape))
+            stack, is_intact[names[0]] = _random_like(x, shape, random, dtype)
+            stacks.append(stack)
+            slices.update(zip(names, stack, strict=True))
         for path, child, _, parameters, buffers in before:
             child.training = training
             vars(child).update(
                 (name, _resized(sizes, x)) for name, x in attributes_of(child).items()
             )
             for name, x in parameters.items():
-                if x is not None:
-                    drawn = _random_like(x, shapes.get(name, x.shape), random)
-                    child._parameters[name], is_intact[f"{path}.{name}".lstrip(".")] = drawn
+                whole = f"{path}.{name}".lstrip(".")
+                if whole in slices:
+                    child._parameters[name] = slices[whole]
+                    address = slices[whole].data_ptr()
+                    is_intact.setdefault(whole, lambda x, y=address: x.data_ptr() == y)
+                elif x is not None:
+                    shape = shapes.get(whole, tuple(x.shape))
+                    child._parameters[name], is_intact[whole] = _random_like(
+                        x, shape, random, dtype
+                    )
             child._buffers.update(
                 (name, None if x is None else x.clone()) for name, x in buffers.items()
             )
-        stacks = stacks_of(module)
-        assert stacks is not None
         for _, child, *_ in before:  # a forward that sets `.data` must not change the stacks
             child._parameters.update(
                 (name, None if x is None else nn.Parameter(x, requires_grad=False))
@@ -105,19 +145,21 @@ def _narrowed(
     narrow_h, narrow_i = (min(size, widest or size) for size in (h, i))
     sizes = {2 * i: 2 * narrow_i, i: narrow_i, h: narrow_h}
     sizes.pop(e, None)  # it is more likely the number of experts
-    if stacks.names == STACKS:
+    if len(stacks.gate_up) == 1:
         shapes = (e, 2 * narrow_i, narrow_h), (e, narrow_h, narrow_i)
-        return dict(zip(STACKS, shapes, strict=True)), sizes
-    leaves = (name.rpartition(".")[2] for name in stacks.names)
-    return dict.fromkeys(leaves, (e * narrow_i, narrow_h)), sizes
+        return dict(zip(stacks.names, shapes, strict=True)), sizes
+    return dict.fromkeys(stacks.names, (e * narrow_i, narrow_h)), sizes
 
 
-def _resized(sizes: dict[int, int], value: Any) -> Any:
+def _resized(sizes: Mapping[int, int], value: Any) -> Any:
     return sizes.get(value, value) if type(value) is int else value
 
 
 def _random_like(
-    parameter: torch.Tensor, shape: tuple[int, ...], random: torch.Generator
+    parameter: torch.Tensor,
+    shape: tuple[int, ...],
+    random: torch.Generator,
+    dtype: torch.dtype | None,
 ) -> tuple[torch.Tensor, Callable[[torch.Tensor], bool]]:
     """Random weights, and a function that tells whether a tensor still has them, in their place.
 
@@ -130,8 +172,10 @@ def _random_like(
     period = torch.randn(
         min(size, _PERIOD), generator=random, dtype=torch.float32, device="cpu"
     ) / math.sqrt(shape[-1])
-    if not parameter.is_meta:
-        period = period.to(parameter.device, parameter.dtype)
+    if parameter.is_meta:
+        period = period.to(dtype or torch.float32)
+    else:
+        period = period.to(parameter.device, dtype or parameter.dtype)
     values = period.new_empty(size)
     for part in values.split(_PERIOD):
         part.copy_(period[: len(part)])

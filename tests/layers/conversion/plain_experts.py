@@ -34,6 +34,26 @@ class PlainExperts(nn.Module):
         return y
 
 
+class VllmLike(nn.Module):
+    """Stacks under the names that vLLM has."""
+
+    def __init__(self, num_experts=4, hidden_size=64, intermediate_size=40):
+        super().__init__()
+        shape = num_experts, 2 * intermediate_size, hidden_size
+        self.w13 = nn.Parameter(torch.randn(shape) * 0.1)
+        shape = num_experts, hidden_size, intermediate_size
+        self.w2 = nn.Parameter(torch.randn(shape) * 0.1)
+
+    def forward(self, x, index, weights):
+        y = torch.zeros_like(x)
+        for expert in index.unique().tolist():
+            token, choice = torch.where(index == expert)
+            gate, up = (x[token] @ self.w13[expert].T).chunk(2, dim=-1)
+            inner = F.silu(gate) * up
+            y.index_add_(0, token, weights[token, choice, None] * (inner @ self.w2[expert].T))
+        return y
+
+
 class DbrxLike(nn.Module):
     """Gate, up and down's transpose, each [E * I, H], in a child called mlp."""
 

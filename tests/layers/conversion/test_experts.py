@@ -23,7 +23,7 @@ from tests.layers.conversion.foreign_experts import (
     with_activation,
     with_forward,
 )
-from tests.layers.conversion.plain_experts import DbrxLike
+from tests.layers.conversion.plain_experts import DbrxLike, VllmLike
 from tests.layers.conversion.plain_experts import PlainExperts as Experts
 from tests.layers.memory import peak
 
@@ -308,7 +308,7 @@ class NoActFn(Experts):
         return gate * torch.sigmoid(gate) * up
 
 
-@pytest.mark.parametrize("kind", [NoActFn, DbrxLike])
+@pytest.mark.parametrize("kind", [NoActFn, DbrxLike, VllmLike])
 def test_experts_are_known_by_what_they_compute(kind):
     experts, x, index = kind(), torch.randn(9, H), torch.randint(E, (9, 2))
     weights = torch.rand(9, 2)
@@ -316,6 +316,28 @@ def test_experts_are_known_by_what_they_compute(kind):
     ours = convert(experts)
     assert isinstance(ours, GroupedExperts)
     assert relative_error(ours(x, index, weights), wanted) < 0.1
+
+
+def test_stacks_called_w13_and_w2_are_tried_as_others_are():
+    class UpFirst(VllmLike):
+        def forward(self, x, index, weights):
+            order = torch.cat([torch.arange(I, 2 * I), torch.arange(I)])
+            twin = VllmLike()
+            twin.w13, twin.w2 = nn.Parameter(self.w13[:, order]), self.w2
+            return VllmLike.forward(twin, x, index, weights)
+
+    assert_refused(UpFirst, OFF, torch.float32)
+    experts = VllmLike()
+    experts.w13 = nn.Parameter(experts.w13.detach().mT.contiguous())
+    with pytest.raises(ValueError, match=r"must hold w13 \[E, 2I, H\] and w2 \[E, H, I\], got"):
+        convert(experts)
+
+
+def test_stacks_called_w13_and_w2_become_master_weights():
+    experts = VllmLike()
+    w13, w2 = experts.w13, experts.w2
+    ours = convert(experts, trainable=True)
+    assert (ours.gate_up_proj, ours.down_proj) == (w13, w2)
 
 
 def test_to_choose_copies_no_experts():
