@@ -23,6 +23,7 @@ from .parts import note_parts, parts_of_plain, without_padding
 from .trainable import TrainableModule, check_own_weights, check_whole, master_parameter
 
 ExpertLayout = Literal["auto", "contiguous", "masked"]
+Matrices = torch.Tensor | list[torch.Tensor]  # E of them
 # `moefp8.distributed` puts here what lets experts lie on the ranks of a mesh: (experts, mesh).
 PARALLELIZERS: list[Callable[["GroupedExperts", Any], None]] = []
 WEIGHTS = "gate_up_proj", "gate_up_proj_scale_inv", "down_proj", "down_proj_scale_inv"
@@ -129,13 +130,14 @@ class GroupedExperts(TrainableModule):
             self._assign_expert(expert, (gate_up,), down)
 
     @torch.no_grad()
-    def _quantize_from(self, gate_up: Sequence[torch.Tensor], down: torch.Tensor) -> None:
+    def _quantize_from(self, gate_up: Sequence[Matrices], down: Matrices) -> None:
         """Take codes of weights, on their device.
 
         gate_up: one stack [E, 2I, H], gate rows first, or gate and up [E, I, H]; down: [E, H, I].
         """
-        self.to_empty(device=down.device)
-        for expert in range(0 if down.is_meta else self.num_experts):
+        device = down.device if isinstance(down, torch.Tensor) else down[0].device
+        self.to_empty(device=device)
+        for expert in range(0 if device.type == "meta" else self.num_experts):
             self._assign_expert(expert, [x[expert] for x in gate_up], down[expert])
 
     @torch.no_grad()

@@ -55,8 +55,8 @@ class SharedExperts(nn.Module):
         of gate and up are rounded to BF16.
         """
         if not self.is_one_op:
-            gate, up = _project(self.gate_proj, x), _project(self.up_proj, x)
-            return _project(self.down_proj, swiglu(gate, up, self.swiglu_limit)).to(x.dtype)
+            gate, up = project(self.gate_proj, x), project(self.up_proj, x)
+            return project(self.down_proj, swiglu(gate, up, self.swiglu_limit)).to(x.dtype)
         projections = (self.gate_proj, self.up_proj, self.down_proj)
         weights = [y for z in projections for y in (z.weight, z.weight_scale_inv)]
         given: tuple[Any, ...] = (x.reshape(-1, x.shape[-1]), *weights, self.swiglu_limit)
@@ -65,7 +65,7 @@ class SharedExperts(nn.Module):
         return y if y.dtype == x.dtype else y.to(x.dtype)
 
 
-def _project(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
+def project(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """Call `linear`; one without FP8, which `dequantize` leaves, takes the dtype of its weight.
 
     It may be in a wrapper that has its `weight`, as PEFT's.

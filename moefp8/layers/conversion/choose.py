@@ -16,6 +16,7 @@ from .conversion import LEFT_OUT, NOT_IN_ONLY, SKIPPED, Conversion, pattern_of
 from .masters import master_problem
 from .probe import Probed, probe
 from .selection import DEFAULT_SKIP, HEADS, can_swap, is_conv1d, is_linear, matches, reasons
+from .stacking import Stacked, stack_lists
 from .stacks import form_problem, stacks_of, tensor_problem
 
 Patterns = str | Iterable[str]
@@ -37,6 +38,7 @@ OFFLOADED = (
 class Chosen(NamedTuple):
     """The modules to swap, and their settings.
 
+    stacked: block -> how its experts are stacked, of each in modules that calls them one by one.
     nothing_left: whether there is nothing to swap since all is FP8 already.
     other_form: how many of these modules have another form than was asked for.
     other_wgrad: how many that are trainable, as was asked for, have another `wgrad`.
@@ -44,6 +46,7 @@ class Chosen(NamedTuple):
 
     modules: dict[str, nn.Module]
     settings: dict[str, dict[str, Any]]
+    stacked: dict[str, Stacked]
     conversion: Conversion
     nothing_left: bool
     other_form: int
@@ -78,7 +81,8 @@ def choose(
     parts = [part for part in wanted or () if part not in candidates]
     kept = {} if wanted is not None and not parts and filter_fn is None else reasons(modules)
 
-    def why_kept(name: str, module: nn.Module) -> str:
+    def asked(name: str, module: nn.Module) -> str | None:
+        """Why a module stays by the arguments; "" if it does not, None if they do not tell."""
         setting = _override(name, overridden)
         if setting is False or any(matches(name, part) for part in skipped):
             return SKIPPED
@@ -88,23 +92,37 @@ def choose(
             return NOT_IN_ONLY
         if filter_fn is not None:
             return "" if filter_fn(module, name) else LEFT_OUT
-        return kept.get(name, "")
+        return None
 
+    answers = {name: asked(name, module) for name, module in candidates.items()}
     told = {name: why for name, why in kept.items() if name not in candidates}
-    told |= {name: why for name, m in candidates.items() if (why := why_kept(name, m))}
-    chosen = {name: module for name, module in candidates.items() if name not in told}
-    settings = _checked(chosen, overridden, {"trainable": trainable, "wgrad": wgrad})
+    whys = ((x, kept.get(x, "") if why is None else why) for x, why in answers.items())
+    told |= {name: why for name, why in whys if why}
+    form = {"trainable": trainable, "wgrad": wgrad}
+    stacked, one_by_one = stack_lists(
+        modules,
+        lambda name: not answers[name],
+        candidates.keys() - told.keys(),
+        lambda name: _settings(name, overridden, form),
+    )
+    in_stacks = {name for stack in stacked.values() for name in stack.experts.linears()}
+    told = {name: why for name, why in told.items() if name not in in_stacks}
+    chosen = {name: m for name, m in candidates.items() if name not in {*told, *in_stacks}}
+    settings = _checked(chosen, overridden, form)
     kinds = {name: kind_of(module) for name, module in chosen.items()}
+    kinds |= {stack.experts.place: "experts" for stack in stacked.values()}
     by_default = {name: why for name, why in told.items() if why == kept.get(name)}
     _check_settings(overridden, kinds, {x: by_default[x] for x in by_default if x in candidates})
     experts = frozenset(name for name in told if kind_of(modules[name]) == "experts")
     masters = frozenset(name for name, given in settings.items() if given["trainable"])
-    conversion = Conversion(kinds, told, experts, masters)
+    conversion = Conversion(kinds, told, experts, masters, one_by_one)
     there: list[Any] = [modules[name] for name in fp8]
     other_form = sum(module.trainable != trainable for module in there)
     other_wgrad = sum(module.trainable and module.wgrad != wgrad for module in there)
+    chosen = {**{block: modules[block] for block in stacked}, **chosen}
+    settings |= {block: stack.settings for block, stack in stacked.items()}
     nothing_left = bool(fp8) and not chosen
-    return Chosen(chosen, settings, conversion, nothing_left, other_form, other_wgrad)
+    return Chosen(chosen, settings, stacked, conversion, nothing_left, other_form, other_wgrad)
 
 
 def patterns_of(caller: str, argument: str, patterns: Patterns | None) -> tuple[str, ...]:
@@ -168,6 +186,11 @@ def _check_settings(
             )
 
 
+def _settings(name: str, overrides: Overrides, form: Mapping[str, Any]) -> dict[str, Any]:
+    override = _override(name, overrides)
+    return {**form, **(override if isinstance(override, Mapping) else {})}
+
+
 def _override(name: str, overrides: Overrides) -> bool | Mapping[str, Any] | None:
     return next((value for part, value in overrides.items() if matches(name, part)), None)
 
@@ -214,8 +237,7 @@ def _checked(
             except TypeError as error:
                 way_out = f"pass skip={pattern_of(name)!r} to leave it as it is"
                 raise TypeError(f"{error}; {way_out}") from None
-        given = _override(name, overrides)
-        made = {**form, **(given if isinstance(given, Mapping) else {})}
+        made = _settings(name, overrides, form)
         found, problem = _check(module, probed, made["trainable"])
         made = {**found, **made}
         may_freeze = problem is None and made["trainable"]

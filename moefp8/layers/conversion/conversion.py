@@ -18,22 +18,27 @@ class Conversion:
 
     Names are those of the model before `convert`. kept holds all its other linears and experts that
     are not FP8 already; experts tells which names in kept are experts, and trainable which names in
-    swapped keep their weights as master weights.
+    swapped keep their weights as master weights. one_by_one: name of a list of experts whose
+    linears are swapped one by one -> why, and how to run them at once.
     """
 
     swapped: Mapping[str, str] = field(default_factory=dict)
     kept: Mapping[str, str] = field(default_factory=dict)
     experts: Collection[str] = ()
     trainable: Collection[str] = ()
+    one_by_one: Mapping[str, str] = field(default_factory=dict)
 
     def warning(self) -> str | None:
         """What a user may not expect: nothing became FP8, or experts did not."""
         if not self.swapped:
-            told = "; ".join(_counted(self.kept)) or "there are neither linears nor experts"
-            return f"nothing becomes FP8: {told}"
+            reasons = "; ".join(_counted(self.kept)) or "there are neither linears nor experts"
+            return f"nothing becomes FP8: {reasons}"
         experts = {name: why for name, why in self.kept.items() if name in self.experts}
         unasked = {name: why for name, why in experts.items() if why not in ASKED_FOR}
-        return f"experts stay in 16 bits: {'; '.join(_counted(unasked))}" if unasked else None
+        told = [f"experts stay in 16 bits: {'; '.join(_counted(unasked))}"] if unasked else []
+        if self.one_by_one:
+            told += [f"experts run one by one: {x}" for x in _counted(self.one_by_one, "{}, {}")]
+        return "\n".join(told) or None
 
     def __str__(self) -> str:
         kinds = [Counter[str](), Counter[str]()]
@@ -44,18 +49,20 @@ class Conversion:
             for form, of_form in zip(("FP8", "FP8 of master weights"), kinds, strict=True)
             if of_form
         ]
-        return "\n".join([*(told or ["FP8: none"]), *(f"stays: {x}" for x in _counted(self.kept))])
+        told = told or ["FP8: none"]
+        told += [f"one by one: {x}" for x in _counted(self.one_by_one, "{}, {}")]
+        return "\n".join([*told, *(f"stays: {x}" for x in _counted(self.kept))])
 
 
 def _plural(kind: str, count: int) -> str:
     return kind if kind == "experts" or count == 1 else f"{kind}s"
 
 
-def _counted(kept: Mapping[str, str]) -> Iterator[str]:
-    """One line for all modules with the same pattern and reason."""
-    groups = Counter((pattern_of(name), why) for name, why in kept.items())
+def _counted(reasons: Mapping[str, str], form: str = "{} ({})") -> Iterator[str]:
+    """One text for all modules with the same pattern and reason."""
+    groups = Counter((pattern_of(name), why) for name, why in reasons.items())
     for (pattern, why), count in groups.most_common(_MAX_PATTERNS):
-        yield f"{count} {pattern or 'the model itself'} ({why})"
+        yield form.format(f"{count} {pattern or 'the model itself'}", why)
     if len(groups) > _MAX_PATTERNS:
         yield f"and {len(groups) - _MAX_PATTERNS} patterns more"
 

@@ -16,6 +16,7 @@ from ..trainable import TrainableModule, has_finite_scales
 from .choose import Chosen, FilterFn, Overrides, Patterns, choose, kind_of
 from .conversion import Conversion
 from .selection import is_conv1d, widths
+from .stacking import Stacked
 from .stacks import stacks_of
 
 _LOGGER = logging.getLogger("moefp8")
@@ -39,9 +40,13 @@ def convert(
     Weights are quantized one module at a time, the largest first, and each original is freed, so
     the peak is the model and one module. A model on the meta device is swapped without weights, to
     be loaded into. `convert` swaps `nn.Linear`, transformers' `Conv1D`, DBRX's experts, and experts
-    stacked as `gate_up_proj` [E, 2I, H], gate rows first, and `down_proj` [E, H, I], or as `w13` and
-    `w2`. Experts are first run on random tokens: they must compute SwiGLU, or its clamped variant,
-    and nothing else.
+    stacked as `gate_up_proj` [E, 2I, H], gate rows first, and `down_proj` [E, H, I], or as `w13`
+    and `w2`. Experts are first run on random tokens: they must compute SwiGLU, or its clamped
+    variant, and nothing else.
+
+    Experts in an `nn.ModuleList`, which a block calls one by one, become one `GroupedExperts`, and
+    the block a `ConvertedMoE` around its own router, if a trial shows the same outputs. Else
+    their linears are swapped, and a warning tells why, and the two lines that run them at once.
 
     By default these stay: output heads, routers, gates to one number, what the model keeps in FP32,
     and linears whose weights are read by others (`moefp8.layers.conversion.selection`). The result
@@ -127,11 +132,13 @@ def _warning(chosen: Chosen, trainable: bool) -> str | None:
 class _Swap(NamedTuple):
     """A module to be swapped: its names, its replacement, and the bytes to quantize.
 
-    weights_key: equal for modules that share their weights, and will share the codes.
+    fp8: the replacement, or the module in it that has codes. weights_key: equal for modules that
+    share their weights, and will share the codes.
     """
 
     names: list[str]
-    replacement: TrainableModule
+    replacement: nn.Module
+    fp8: TrainableModule
     num_bytes: int
     weights_key: tuple[Any, ...]
 
@@ -144,7 +151,7 @@ def _apply(model: nn.Module, chosen: Chosen, progress: bool | None) -> tuple[nn.
     empties `chosen.modules`. After an error, those that are left there are put back.
     """
     left = chosen.modules
-    swaps = _prepare(left, chosen.settings)
+    swaps = _prepare(chosen)
     total = sum(swap.num_bytes for swap in swaps)
     quantized: dict[tuple[Any, ...], TrainableModule] = {}
     not_finite: list[str] = []
@@ -152,10 +159,10 @@ def _apply(model: nn.Module, chosen: Chosen, progress: bool | None) -> tuple[nn.
         for swap in swaps:
             _put(model, swap.names, swap.replacement)
         with Progress("quantizing", total, "GiB", 2**30, progress if total else False) as bar:
-            for names, made, num_bytes, weights in sorted(swaps, key=lambda x: -x.num_bytes):
+            for names, _, made, num_bytes, weights in sorted(swaps, key=lambda x: -x.num_bytes):
                 twin = quantized.setdefault(weights, made)
                 if twin is made:
-                    _quantize(made, left[names[0]])
+                    _quantize(made, left[names[0]], chosen.stacked.get(names[0]))
                 for name in (*made.fp8_names, *made.fp32_names):
                     made._parameters[name] = twin._parameters[name]
                 not_finite += [] if has_finite_scales(made) else names[:1]
@@ -188,45 +195,62 @@ def _put_back(model: nn.Module, modules: dict[str, nn.Module]) -> None:
         )
 
 
-def _prepare(modules: dict[str, nn.Module], settings: dict[str, dict[str, Any]]) -> list[_Swap]:
+def _prepare(chosen: Chosen) -> list[_Swap]:
     """What to put in the place of each module, without codes; master weights are shared."""
+    modules = chosen.modules
     names: dict[int, list[str]] = {}
     for name, module in modules.items():
         names.setdefault(id(module), []).append(name)
     swaps = []
     for aliases in names.values():
-        module, options = modules[aliases[0]], settings[aliases[0]]
-        made, parameters = _without_codes(module, options)
+        module, options = modules[aliases[0]], chosen.settings[aliases[0]]
+        stack = chosen.stacked.get(aliases[0])
+        made: TrainableModule
+        replacement: nn.Module
+        if stack is None:
+            replacement = made = _without_codes(module, options)
+            weights = [module.get_parameter(name) for name in _weight_names(module)]
+        else:
+            made = GroupedExperts(*stack.experts.sizes, device="meta", **options)
+            replacement, weights = stack.replacement(module, made), stack.weights(module)
         made.is_converted = True
         made.train(module.training)
-        weights = [module.get_parameter(name) for name in parameters]
+        replacement.training = module.training
         to_quantize = [] if options["trainable"] else [x for x in weights if not x.is_meta]
         key = kind_of(module), options["trainable"], *map(id, weights)
-        swaps.append(_Swap(aliases, made, sum(x.nbytes for x in to_quantize), key))
+        num_bytes = sum(x.nbytes for x in to_quantize)
+        swaps.append(_Swap(aliases, replacement, made, num_bytes, key))
     return swaps
 
 
-def _without_codes(
-    module: nn.Module, settings: dict[str, Any]
-) -> tuple[TrainableModule, tuple[str, ...]]:
-    """The FP8 module for `module`, and the names of the parameters that are its weights."""
+def _weight_names(module: nn.Module) -> tuple[str, ...]:
+    stacks = stacks_of(module)
+    return ("weight",) if stacks is None else stacks.names
+
+
+def _without_codes(module: nn.Module, settings: dict[str, Any]) -> TrainableModule:
+    """The FP8 module for `module`."""
     stacks, trainable = stacks_of(module), settings["trainable"]
     if stacks is not None:
         if trainable:
             (gate_up,) = stacks.gate_up  # `master_problem` refuses two
-            return GroupedExperts.from_weights(gate_up, stacks.down, **settings), stacks.names
-        return GroupedExperts(*stacks.down.shape, device="meta", **settings), stacks.names
+            return GroupedExperts.from_weights(gate_up, stacks.down, **settings)
+        return GroupedExperts(*stacks.down.shape, device="meta", **settings)
     wgrad = settings["wgrad"]
     if trainable and isinstance(module, nn.Linear):
-        return FP8Linear.from_linear(module, trainable=True, wgrad=wgrad), ("weight",)
+        return FP8Linear.from_linear(module, trainable=True, wgrad=wgrad)
     linear = FP8Linear(*widths(module), bias=False, device="meta", wgrad=wgrad)
     linear._share_bias(module._parameters.get("bias"))
-    return linear, ("weight",)
+    return linear
 
 
-def _quantize(made: Any, module: nn.Module) -> None:
+def _quantize(made: Any, module: nn.Module, stack: Stacked | None) -> None:
     """Make the codes of `made`, if it is to have any, of the weights of `module`."""
     if made.trainable:
+        return
+    if stack is not None:
+        gate, up, down = stack.experts.weights(module)
+        made._quantize_from((gate, up), down)
         return
     stacks = stacks_of(module)
     if stacks is not None:

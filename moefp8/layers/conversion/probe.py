@@ -19,20 +19,20 @@ from .source_code import Reach, in_reach
 from .stacks import Stacks, stated_limits
 from .trial import attributes_of, fingerprint, random_weights
 
-_TOKEN_SIZES = (0.25, 1.0, 4.0, 8.0, 16.0, 32.0)  # from small to large, so that clamps show
+TOKEN_SIZES = (0.25, 1.0, 4.0, 8.0, 16.0, 32.0)  # from small to large, so that clamps show
 _SCORES = (0.3, 0.7, 1.0, 0.02, 2.5, -0.5)  # a forward that clamps or normalizes them is noticed
 _MAX_TOKENS = 1 << 16  # of one expert: limits above that are not looked for
-_NARROW = 32  # H and I, where they can be chosen: many tokens cost little then
-# Every forward is tried with up to _USUAL_TOKENS tokens of one expert: with fewer if they take more
+NARROW = 32  # H and I, where they can be chosen: many tokens cost little then
+# Every forward is tried with up to USUAL_TOKENS tokens of one expert: with fewer if they take more
 # than _USUAL_WORK products, or more elements at a time than _USUAL_ROOM and a quarter of the
 # weights.
-_USUAL_TOKENS, _USUAL_WORK, _USUAL_ROOM = 1 << 12, 1 << 34, 1 << 21
+USUAL_TOKENS, _USUAL_WORK, _USUAL_ROOM = 1 << 12, 1 << 34, 1 << 21
 _NAMED_WORK, _NAMED_ROOM = 1 << 36, 1 << 26  # bounds of what else is run at full width
-_FEW_TOKENS = 64  # a forward has to take so many of one expert
-_MAX_CHOICES = 64  # of a token
+FEW_TOKENS = 64  # a forward has to take so many of one expert
+MAX_CHOICES = 64  # of a token
 _MAX_KEY = 1 << 16  # elements of buffers that are compared with those of other layers
 _CHUNK = 1 << 20  # elements of a weight of which an FP32 copy is made at a time
-_TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.02, torch.float16: 5e-3}
+TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.02, torch.float16: 5e-3}
 
 
 class Routing(NamedTuple):
@@ -56,7 +56,7 @@ def probe(module: nn.Module, known: dict[Any, Probed], trainable: bool = False) 
     trainable: it has to compute the same in training mode.
     """
     reach = in_reach(module)
-    make = _make_of(module, reach)
+    make = make_of(module, reach)
     for training in (False, True) if trainable else (False,):
         key = make, training
         if make is None or key not in known:
@@ -66,7 +66,7 @@ def probe(module: nn.Module, known: dict[Any, Probed], trainable: bool = False) 
     return known[key]
 
 
-def _make_of(module: nn.Module, reach: Reach) -> Any:
+def make_of(module: nn.Module, reach: Reach) -> Any:
     """A key that is equal for modules that differ in their weights alone; None if unknown.
 
     An integer that no forward reads, such as the number of a layer, makes no difference either.
@@ -102,18 +102,18 @@ def _probe(module: nn.Module, training: bool, names: Iterable[str]) -> Probed:
     random = torch.Generator().manual_seed(0)
     limits: list[float | None] = [*dict.fromkeys(stated_limits(module)), None]
     forward, has_run = _forward_of(module), False
-    for widest in (_NARROW, None):
+    for widest in (NARROW, None):
         with random_weights(module, random, training, widest) as (stacks, changed):
             with torch.autocast(stacks.down.device.type, enabled=False):
                 with suppress(Exception):  # what a first call keeps for later ones is no change
-                    forward(*_routing(stacks, 1, 1, range(1), _TOKEN_SIZES[:1], random))
+                    forward(*_routing(stacks, 1, 1, range(1), TOKEN_SIZES[:1], random))
                 reach = in_reach(module, names)
                 few = _few(stacks, limits, has_run, random)
                 fitting, problem = _compare(forward, stacks, limits, few)
                 if problem is not None and widest is not None and not changed(reach):
                     continue  # it may know H or I
                 if problem is None:
-                    many = _many(stacks, None if has_run else _numbers(reach.values), random)
+                    many = _many(stacks, None if has_run else numbers_of(reach.values), random)
                     fitting, problem = _compare(forward, stacks, fitting, many)
                 if problem is None and _counts_what_is_elsewhere(
                     forward, stacks, fitting[0], random
@@ -140,7 +140,7 @@ def _compare(
         try:
             came = forward(*routing.repeated(count))
         except Exception as error:  # a forward of others may raise anything
-            if count > _FEW_TOKENS:
+            if count > FEW_TOKENS:
                 continue  # a guard, which changes no result
             return [], (
                 "must have forward(hidden_states [T, H], top_k_index and top_k_weights [T, k]), "
@@ -168,7 +168,7 @@ def _worst_row(
 
 
 def _fits(came: torch.Tensor, stacks: Stacks, routing: Routing, activation: Activation) -> bool:
-    return _worst_row(came, stacks, routing, activation) < _TOLERANCE[routing.x.dtype]
+    return _worst_row(came, stacks, routing, activation) < TOLERANCE[routing.x.dtype]
 
 
 def _difference(came: torch.Tensor, stacks: Stacks, routing: Routing) -> str:
@@ -189,7 +189,7 @@ def _counts_what_is_elsewhere(
     """Whether the id E adds anything. Most modules do not take it."""
     if stacks.down.is_cuda:  # an id out of range would be the end of the process
         return False
-    x, chosen, scores = _routing(stacks, 4, 1, range(1), _TOKEN_SIZES[:1], random)
+    x, chosen, scores = _routing(stacks, 4, 1, range(1), TOKEN_SIZES[:1], random)
     elsewhere = torch.full_like(chosen, len(stacks.down))
     routing = Routing(x, torch.cat((chosen, elsewhere), dim=1), scores.repeat(1, 2))
     try:
@@ -210,7 +210,7 @@ def _forward_of(module: nn.Module) -> Callable[..., Any]:
 # ---- What goes in ----
 
 
-def _numbers(values: dict[str, Any]) -> list[int]:
+def numbers_of(values: dict[str, Any]) -> list[int]:
     """The numbers among values: at those that a forward names it may begin to compute otherwise."""
     numbers: set[int] = set()
     for value in values.values():
@@ -228,7 +228,7 @@ def _few(
     has_run: whether the module has run at another width, so that little is left to try.
     """
     num_experts = len(stacks.down)
-    sizes = [*_TOKEN_SIZES]
+    sizes = [*TOKEN_SIZES]
     if stacks.down.dtype != torch.float16:  # FP16 would overflow
         sizes += [4.0 * limit for limit in limits if limit is not None and limit > 8]
     num_tokens = max(len(sizes), math.ceil(num_experts / 2))
@@ -245,13 +245,13 @@ def _many(
     numbers: those that the forward names; None: many tokens alone.
     """
     num_experts, hidden_size, intermediate_size = stacks.down.shape
-    sizes, around = _TOKEN_SIZES[1:2], {n + i for n in numbers or () for i in (0, 1)}
+    sizes, around = TOKEN_SIZES[1:2], {n + i for n in numbers or () for i in (0, 1)}
     for top_k in () if numbers is None else sorted({1, 2, 3, 4, *around}):
-        if top_k <= min(num_experts, _MAX_CHOICES):
+        if top_k <= min(num_experts, MAX_CHOICES):
             yield _routing(stacks, 1, top_k, range(num_experts), sizes, random), 1
     work, width = 3 * hidden_size * intermediate_size, 4 * (hidden_size + intermediate_size)
     room = max(_USUAL_ROOM, num_experts * work // 4)
-    usual = max(_FEW_TOKENS, min(_USUAL_TOKENS, _USUAL_WORK // work, room // width))
+    usual = max(FEW_TOKENS, min(USUAL_TOKENS, _USUAL_WORK // work, room // width))
     last = [num_experts - 1]
     num_tokens = 0
     for count in sorted({*around, usual + 1}):
@@ -295,13 +295,15 @@ def _reference(activation: Activation, stacks: Stacks, routing: Routing) -> torc
             continue
         token, choice = torch.where(chosen == expert)
         rows = x[token].float()
-        gate_up = torch.cat([_product(rows, weight[expert]) for weight in stacks.gate_up], dim=1)
-        y = _product(activation(*gate_up.chunk(2, dim=1)).float(), stacks.down[expert])
+        gate_up = torch.cat(
+            [product_fp32(rows, weight[expert]) for weight in stacks.gate_up], dim=1
+        )
+        y = product_fp32(activation(*gate_up.chunk(2, dim=1)).float(), stacks.down[expert])
         result.index_add_(0, token, scores[token, choice, None].float() * y)
     return result
 
 
-def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def product_fp32(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x @ weight.T in FP32."""
     chunks = weight.split(max(1, _CHUNK // weight.shape[1]))
     return torch.cat([x @ chunk.float().t() for chunk in chunks], dim=1)

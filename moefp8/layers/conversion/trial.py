@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,8 +82,7 @@ def drawn_weights(
                 whole = f"{path}.{name}".lstrip(".")
                 if whole in slices:
                     child._parameters[name] = slices[whole]
-                    address = slices[whole].data_ptr()
-                    is_intact.setdefault(whole, lambda x, y=address: x.data_ptr() == y)
+                    is_intact.setdefault(whole, partial(_is_at, slices[whole].data_ptr()))
                 elif x is not None:
                     shape = shapes.get(whole, tuple(x.shape))
                     child._parameters[name], is_intact[whole] = _random_like(
@@ -126,6 +126,10 @@ def drawn_weights(
             vars(child).update(held)
             child._parameters.update(parameters)
             child._buffers.update(buffers)
+
+
+def _is_at(address: int, x: torch.Tensor) -> bool:
+    return x.data_ptr() == address
 
 
 def _is_same(x: torch.Tensor, y: torch.Tensor | None) -> bool:

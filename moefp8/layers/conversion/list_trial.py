@@ -1,0 +1,372 @@
+"""Run blocks that call their experts one by one, and compare with what `ConvertedMoE` computes.
+
+T tokens, E experts, H hidden, I intermediate, k choices, F formulas.
+"""
+
+from collections.abc import Sequence
+from contextlib import suppress
+from itertools import permutations, product
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ...functional.swiglu import swiglu
+from .converted_moe import SCORINGS, Formula
+from .expert_lists import ExpertList, Leaves, tensors_problem
+from .probe import (
+    FEW_TOKENS,
+    MAX_CHOICES,
+    NARROW,
+    TOKEN_SIZES,
+    TOLERANCE,
+    USUAL_TOKENS,
+    make_of,
+    numbers_of,
+    product_fp32,
+)
+from .source_code import in_reach
+from .trial import attributes_of, drawn_weights, fingerprint
+
+# Two logits that differ by less may be a tie, once a softmax in 16 bits has rounded them. What a
+# block chooses of such is not compared.
+_CLEAR = 0.02
+_MAX_PAIRS = 1 << 21  # tokens times experts of one call: a block may compute all of them
+
+Tensors = Sequence[torch.Tensor]
+
+
+class Tried(NamedTuple):
+    """What a trial told.
+
+    leaves: the names of gate, up and down if each expert computes SwiGLU, else None. formula: how
+    the block chooses, or None; problem then says why its experts cannot be stacked.
+    """
+
+    leaves: Leaves | None
+    formula: Formula | None
+    problem: str
+
+
+@torch.no_grad()
+def try_list(block: nn.Module, experts: ExpertList, known: dict[Any, Tried]) -> Tried:
+    """Run `block` and its experts, unless a block of the same make is among those known.
+
+    A block that is in training mode has to compute the same in both modes.
+    """
+    make = make_of(block, in_reach(block))
+    key = make, experts.name, experts.leaves, *(module.training for module in block.modules())
+    if make is None or key not in known:
+        known[key] = _try(block, experts)
+    return known[key]
+
+
+def _try(block: nn.Module, experts: ExpertList) -> Tried:
+    leaves = _leaves_of_all(block, experts)
+    problem = tensors_problem(block, experts)
+    if problem is None and leaves is None:
+        problem = "its experts must compute down(silu(gate(x)) * up(x)), and compute something else"
+    if problem is not None or leaves is None:
+        return Tried(leaves, None, problem or "")
+    formulas, problem = _try_block(block, experts.with_leaves(leaves))
+    return Tried(leaves, None if problem else formulas[0], problem or "")
+
+
+def _narrowed(
+    experts: ExpertList, widest: int | None
+) -> tuple[dict[str, tuple[int, ...]], dict[int, int]]:
+    """Shapes of the block's weights whose H and I are at most `widest`, and sizes replaced."""
+    e, h, i = experts.sizes
+    narrow_h, narrow_i = (min(size, widest or size) for size in (h, i))
+    shapes: dict[str, tuple[int, ...]] = {f"{experts.gate}.weight": (e, narrow_h)}
+    for leaf, is_down in zip(experts.leaves, (False, False, True), strict=True):
+        shape = (narrow_h, narrow_i) if is_down else (narrow_i, narrow_h)
+        shapes |= {f"{name}.weight": shape for name in experts.names_of(leaf)}
+    sizes = {i: narrow_i, h: narrow_h}
+    sizes.pop(e, None)  # it is more likely the number of experts
+    return shapes, sizes
+
+
+# ---- Experts ----
+
+
+def _leaves_of_all(block: nn.Module, experts: ExpertList) -> Leaves | None:
+    """The names of gate, up and down, if they are the same in all experts."""
+    by_make: dict[Any, Leaves | None] = {}
+    for expert in block.get_submodule(experts.name).children():
+        make = tuple(
+            (path, type(child), name, fingerprint(x))
+            for path, child in expert.named_modules()
+            for name, x in (("", None), *attributes_of(child).items())
+        )
+        if make not in by_make:
+            by_make[make] = _leaves_of(expert, experts)
+    return by_make.popitem()[1] if len({*by_make.values()}) == 1 else None
+
+
+def _leaves_of(expert: nn.Module, experts: ExpertList) -> Leaves | None:
+    random = torch.Generator().manual_seed(0)
+    names = [f"{leaf}.weight" for leaf in experts.leaves]
+    for widest in (NARROW, None):
+        shapes, sizes = _narrowed(experts, widest)
+        own = {name: shapes[f"{experts.name}.0.{name}"] for name in names}
+        drawn = drawn_weights(expert, random, False, own, sizes, dtype=torch.float32)
+        with drawn, suppress(Exception):  # a forward of others may raise anything
+            weights = {x: expert.get_parameter(f"{x}.weight").detach() for x in experts.leaves}
+            device = weights[experts.leaves[0]].device
+            with torch.autocast(device.type, enabled=False):
+                x = _sized(torch.randn(6, own[names[0]][1], generator=random), TOKEN_SIZES)
+                x = x.to(device)
+                came = expert.forward(x.clone())
+            for gate, up, down in permutations(experts.leaves):
+                matrices = weights[gate], weights[up], weights[down]
+                if matrices[0].shape == matrices[1].shape == matrices[2].mT.shape:
+                    errors = _errors(came, _expert(x, matrices))
+                    if came.shape == x.shape and float(errors.max()) < TOLERANCE[torch.float32]:
+                        return gate, up, down
+    return None
+
+
+def _expert(x: torch.Tensor, weights: Tensors) -> torch.Tensor:
+    gate, up, down = weights
+    return product_fp32(swiglu(product_fp32(x, gate), product_fp32(x, up)), down)
+
+
+def _errors(came: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """The relative error of each row."""
+    return ((came - wanted).norm(dim=-1) / wanted.norm(dim=-1)).nan_to_num(torch.inf)
+
+
+def _sized(x: torch.Tensor, sizes: Sequence[float]) -> torch.Tensor:
+    """x with rows of each of the sizes in turn."""
+    each = torch.tensor(sizes, dtype=torch.float32, device="cpu")
+    return x * each[torch.arange(len(x), device="cpu") % len(sizes), None]
+
+
+# ---- Blocks ----
+
+
+class _Trial(NamedTuple):
+    """One width, dtype and mode. is_whole: with many tokens, too, and those of all experts."""
+
+    widest: int | None
+    dtype: torch.dtype
+    training: bool
+    is_whole: bool = True
+
+
+def _try_block(block: nn.Module, experts: ExpertList) -> tuple[list[Formula], str | None]:
+    """Return the formulas that fit, and the problem if none does.
+
+    Many tokens are tried with narrow weights. A block that takes one width alone is run at that.
+    """
+    formulas = [
+        Formula(scoring, renormalize, top_k, gives_logits)
+        for top_k in range(1, min(experts.sizes[0], MAX_CHOICES) + 1)
+        for scoring, renormalize, gives_logits in product(SCORINGS, (True, False), (False, True))
+    ]
+    weight = experts.weights(block)[0][0]
+    own = torch.float32 if weight.is_meta else weight.dtype
+    is_training = any(module.training for module in block.modules())
+    forms = [*product(dict.fromkeys((torch.float32, own)), sorted({False, is_training}))]
+    narrow, whole = ([_Trial(widest, *x) for x in forms] for widest in (NARROW, None))
+    fitting, problem, is_changed = _run(block, experts, narrow, formulas)
+    if problem is None:
+        last = _Trial(None, own, is_training, is_whole=False)
+        fitting, problem, _ = _run(block, experts, [last], fitting)
+    elif not is_changed:
+        fitting, problem, _ = _run(block, experts, whole, formulas)
+    return fitting, problem
+
+
+def _run(
+    block: nn.Module, experts: ExpertList, trials: Sequence[_Trial], formulas: list[Formula]
+) -> tuple[list[Formula], str | None, bool]:
+    """Return the formulas that fit, the problem, and whether the forward has changed something."""
+    lists = [[f"{name}.weight" for name in experts.names_of(leaf)] for leaf in experts.leaves]
+    for trial in trials:
+        random = torch.Generator().manual_seed(0)
+        shapes, sizes = _narrowed(experts, trial.widest)
+        drawn = drawn_weights(block, random, trial.training, shapes, sizes, lists, trial.dtype)
+        with drawn as (stacks, changed):
+            comparison = _Comparison(block, experts.gate, stacks, formulas, random)
+            with torch.autocast(stacks[0].device.type, enabled=False):
+                problem = comparison.with_few()
+                reach = in_reach(block)
+                if problem is None and trial.is_whole:
+                    problem = comparison.with_many(numbers_of(reach.values))
+            change = changed(reach)
+        if problem is None and change:
+            problem = f"its forward must change nothing in it, and changes {change}"
+        if problem is not None:
+            way_out = " in training mode (call model.eval() before, if it is only to serve)"
+            return [], problem + (way_out if trial.training else ""), bool(change)
+        formulas = comparison.formulas
+    return formulas, None, False
+
+
+class _ForwardError(Exception):
+    """What a block's forward raised."""
+
+
+class _Comparison:
+    """Calls of a block, and the formulas that give what it has given so far.
+
+    stacks: gate and up [E, I, H], down [E, H, I]. gate: the name of its router, which has to be
+    called once, with all tokens as they are, so that `ConvertedMoE` gets the same logits.
+    """
+
+    def __init__(
+        self,
+        block: nn.Module,
+        gate: str,
+        stacks: Tensors,
+        formulas: list[Formula],
+        random: torch.Generator,
+    ) -> None:
+        self.formulas = formulas
+        self._block, self._name, self._gate = block, gate, block.get_submodule(gate)
+        self._stacks, self._random = stacks, random
+        self._logits = stacks[0].new_empty(0)  # those of the last call
+        self._dims: list[int] = []  # how many dimensions its input may have
+        # Large tokens show a clamp. In 16 bits, the weights of their choices would be rounded much.
+        is_exact = stacks[0].dtype == torch.float32
+        self._sizes = TOKEN_SIZES if is_exact else TOKEN_SIZES[:2]
+
+    def with_few(self) -> str | None:
+        """A few tokens as [T, H] and as [B, S, H], of which the block has to take one."""
+        x, raised = self._tokens(8), ""
+        for shape in ((8,), (1, 8), (2, 4)):
+            try:
+                problem = self._compare(x, 1, shape)
+            except _ForwardError as error:
+                raised = str(error)
+                continue
+            if problem is not None:
+                return problem
+            self._dims.append(x.ndim + len(shape) - 1)
+        return None if self._dims else raised
+
+    def with_many(self, numbers: Sequence[int]) -> str | None:
+        """Tokens of each expert in turn, then as many of one as each number, and one more."""
+        num_experts, batch = len(self._stacks[0]), (2,) if 3 in self._dims else ()
+        x = self._tokens(2 * max(16, num_experts), is_aimed=True)
+        around = {n + i for n in numbers for i in (0, 1)}
+        counts = [n for n in sorted({1, USUAL_TOKENS, *around}) if n * num_experts <= _MAX_PAIRS]
+        try:
+            if problem := self._compare(x, 1, (*batch, len(x) // (2 if batch else 1))):
+                return problem
+        except _ForwardError as error:
+            return str(error)
+        if len(self._logits.argmax(dim=1).unique()) < num_experts:
+            return "its router must choose each expert for some token"
+        row = int(_gaps(self._logits, self.formulas[0].top_k).argmax())
+        for count in counts:
+            try:
+                problem = self._compare(x[row : row + 1], count, (1, count) if batch else (count,))
+            except _ForwardError as error:
+                if count > FEW_TOKENS:
+                    continue  # a guard, which changes no result
+                return str(error)
+            if problem is not None:
+                return problem
+        return None
+
+    def _tokens(self, count: int, is_aimed: bool = False) -> torch.Tensor:
+        """[T, H] of all sizes. is_aimed: the router scores each expert highest in turn."""
+        router = self._gate.get_parameter("weight").float().cpu()
+        shape, like = (count, router.shape[1]), {"dtype": torch.float32, "device": "cpu"}
+        x = torch.randn(shape, generator=self._random, **like)  # type: ignore[call-overload]
+        if is_aimed:
+            directions = nn.functional.normalize(router) * 1.5 * router.shape[1] ** 0.5
+            x += directions[torch.arange(count, device="cpu") % len(router)]
+        order = torch.randperm(count, generator=self._random, device="cpu")
+        return _sized(x[order], self._sizes).to(self._stacks[0])
+
+    def _compare(self, rows: torch.Tensor, count: int, shape: tuple[int, ...]) -> str | None:
+        """Call the block with rows, `count` times each; keep the formulas that fit."""
+        x, calls = rows.repeat(count, 1).reshape(*shape, rows.shape[1]), list[Any]()
+        taken = x.clone()
+        handle = self._gate.register_forward_hook(lambda _, *call: calls.append(call))
+        try:
+            came = self._block.forward(taken)
+        except Exception as error:  # a forward of others may raise anything
+            told = f"its forward of {list(x.shape)} raised {type(error).__name__}: {error}"
+            raise _ForwardError(told[:300]) from error
+        finally:
+            handle.remove()
+        if len(calls) != 1:
+            return (
+                f"its forward must call {self._name} once, for all tokens, got {len(calls)} calls"
+            )
+        (seen, *others), logits = calls[0]
+        if (
+            others
+            or seen.numel() != x.numel()
+            or not torch.equal(seen.flatten(), x.flatten().to(seen.dtype))
+        ):
+            return f"its forward must call {self._name} with its input, got something else"
+        logits = logits.reshape(count * len(rows), -1)
+        y, *rest = came if isinstance(came, tuple) else (came,)
+        is_known = isinstance(y, torch.Tensor) and y.shape == x.shape and y.dtype == x.dtype
+        if not is_known or not all(_is_equal(z, logits) for z in rest) or len(rest) > 1:
+            return (
+                "its forward must give a tensor in the shape and dtype of its input, or a tuple of "
+                f"that and the logits [T, E] of {self._name}, got {_told(came)}"
+            )
+        if not torch.equal(taken, x):
+            return "its forward must leave its input as it is, and changes it"
+        self._logits = logits.float()
+        self.formulas = [x for x in self.formulas if x.gives_logits == bool(rest)]
+        return self._keep_fitting(y.reshape(count, *rows.shape).float(), rows)
+
+    def _keep_fitting(self, came: torch.Tensor, rows: torch.Tensor) -> str | None:
+        """came: fp32 [copies, T, H]."""
+        logits = self._logits[: len(rows)]
+        weights = torch.stack([_weights(x, logits) for x in self.formulas])
+        wanted = rows.new_zeros(len(weights), *rows.shape, dtype=torch.float32)
+        for expert in range(len(self._stacks[0])):
+            token = weights[:, :, expert].any(dim=0).nonzero()[:, 0]
+            if len(token):
+                y = _expert(rows[token].float(), [x[expert] for x in self._stacks])
+                wanted[:, token] += weights[:, token, expert, None] * y
+        worst = {}
+        for formula, each in zip(self.formulas, wanted, strict=True):
+            is_clear = _gaps(logits, formula.top_k) > _CLEAR
+            errors = _errors(came, each)[:, is_clear]
+            worst[formula] = float(errors.max()) if errors.numel() else 0.0
+        self.formulas = [x for x, off in worst.items() if off < TOLERANCE[rows.dtype]]
+        if self.formulas:
+            return None
+        off = max(1, round(100 * min(worst.values())))
+        return (
+            "its forward must weigh the experts of the k largest logits by softmax or sigmoid, and "
+            f"sum them up: on {came.shape[0] * came.shape[1]} random tokens, rows are up to {off} "
+            "% off"
+        )
+
+
+def _weights(formula: Formula, logits: torch.Tensor) -> torch.Tensor:
+    """fp32 [T, E], zero where an expert is not chosen."""
+    scores = logits.softmax(dim=1) if formula.scoring == "softmax" else logits.sigmoid()
+    chosen = logits.topk(formula.top_k, dim=1).indices
+    weights = torch.zeros_like(scores).scatter(1, chosen, scores.gather(1, chosen))
+    return weights / weights.sum(dim=1, keepdim=True) if formula.renormalize else weights
+
+
+def _gaps(logits: torch.Tensor, top_k: int) -> torch.Tensor:
+    """By how much the last logit that is chosen exceeds the next one."""
+    if top_k == logits.shape[1]:
+        return logits.new_full((len(logits),), torch.inf)
+    best = logits.topk(top_k + 1, dim=1).values
+    return best[:, -2] - best[:, -1]
+
+
+def _is_equal(x: Any, logits: torch.Tensor) -> bool:
+    return isinstance(x, torch.Tensor) and x.dtype == logits.dtype and torch.equal(x, logits)
+
+
+def _told(came: Any) -> str:
+    if isinstance(came, torch.Tensor):
+        return f"{str(came.dtype).removeprefix('torch.')} {list(came.shape)}"
+    return f"a {type(came).__name__}"
