@@ -140,5 +140,5 @@ def draw_as_linear(x: torch.Tensor, in_features: int) -> torch.Tensor:
     return x.uniform_(-bound, bound)
 
 
-def attributes_repr(module: nn.Module, *names: str) -> str:
+def attributes_repr(module: object, *names: str) -> str:
     return ", ".join(f"{name}={getattr(module, name)!r}" for name in names)

@@ -37,7 +37,7 @@ class Conversion:
         unasked = {name: why for name, why in experts.items() if why not in ASKED_FOR}
         told = [f"experts stay in 16 bits: {'; '.join(_counted(unasked))}"] if unasked else []
         if self.one_by_one:
-            told += [f"experts run one by one: {x}" for x in _counted(self.one_by_one, "{}, {}")]
+            told += [f"experts run one by one: {x}" for x in _counted(self.one_by_one, "{} {}")]
         return "\n".join(told) or None
 
     def __str__(self) -> str:
@@ -50,7 +50,7 @@ class Conversion:
             if of_form
         ]
         told = told or ["FP8: none"]
-        told += [f"one by one: {x}" for x in _counted(self.one_by_one, "{}, {}")]
+        told += [f"one by one: {x}" for x in _counted(self.one_by_one, "{} {}")]
         return "\n".join([*told, *(f"stays: {x}" for x in _counted(self.kept))])
 
 

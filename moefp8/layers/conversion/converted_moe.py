@@ -8,7 +8,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 
-from ...routing import sigmoid_group_topk, softmax_topk
 from ..module import attributes_repr
 from ..moe import project
 
@@ -29,6 +28,21 @@ class Formula(NamedTuple):
     top_k: int
     gives_logits: bool
 
+    def choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """logits [T, E] -> ids int64 and weights fp32 [T, k].
+
+        `torch.topk` chooses, as blocks written by hand let it, so that a block and its replacement
+        choose the same of equal logits, which logits in 16 bits often are.
+        """
+        logits = logits.float()
+        best, ids = logits.topk(self.top_k, dim=-1)
+        if self.scoring == "sigmoid":
+            weights = best.sigmoid()
+            return ids, weights / weights.sum(-1, keepdim=True) if self.renormalize else weights
+        if self.renormalize:
+            return ids, best.softmax(dim=-1)
+        return ids, logits.softmax(dim=-1).gather(-1, ids)
+
 
 class ConvertedMoE(nn.Module):
     """A block's own router and its experts, stacked: `experts(x, choice(router(x)))`.
@@ -37,8 +51,8 @@ class ConvertedMoE(nn.Module):
     state dict differ for the experts alone.
 
     Attributes:
-        num_experts, hidden_size, top_k, scoring, renormalize: as in `TopKRouter`.
-        gives_logits: whether the forward also returns the logits.
+        hidden_size, top_k: H and k.
+        formula: how it chooses, and whether its forward also returns the logits.
     """
 
     def __init__(
@@ -47,23 +61,19 @@ class ConvertedMoE(nn.Module):
         super().__init__()
         self.add_module(router, gate)
         self.add_module(name, experts)
-        self._router, self._experts = router, name
-        self.num_experts, self.hidden_size = experts.num_experts, experts.hidden_size
-        self.scoring, self.renormalize, self.top_k, self.gives_logits = formula
+        self._router_name, self._experts_name = router, name
+        self.hidden_size, self.top_k, self.formula = experts.hidden_size, formula.top_k, formula
 
     def forward(self, hidden_states: torch.Tensor) -> Any:
         """hidden_states: [..., H] bf16, fp16 or fp32 -> the same shape and dtype.
 
-        With `gives_logits`, a tuple of that and the logits [T, E], in the router's dtype.
+        If `formula` says so, a tuple of that and the logits [T, E], in the router's dtype.
         """
         tokens = hidden_states.reshape(-1, self.hidden_size)
-        logits = project(getattr(self, self._router), tokens)
-        if self.scoring == "softmax":
-            chosen = softmax_topk(logits, self.top_k, self.renormalize)
-        else:
-            chosen = sigmoid_group_topk(logits, None, self.top_k, renormalize=self.renormalize)
-        y = getattr(self, self._experts)(tokens, *chosen).view(hidden_states.shape)
-        return (y, logits) if self.gives_logits else y
+        logits = project(getattr(self, self._router_name), tokens)
+        ids, weights = self.formula.choose(logits)
+        y = getattr(self, self._experts_name)(tokens, ids, weights).view(hidden_states.shape)
+        return (y, logits) if self.formula.gives_logits else y
 
     def extra_repr(self) -> str:
-        return attributes_repr(self, "top_k", "scoring", "renormalize", "gives_logits")
+        return attributes_repr(self.formula, *self.formula._fields)

@@ -3,6 +3,7 @@
 T tokens, E experts, H hidden, I intermediate, k choices, F formulas.
 """
 
+import math
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import permutations, product
@@ -17,10 +18,12 @@ from .expert_lists import ExpertList, Leaves, tensors_problem
 from .probe import (
     FEW_TOKENS,
     MAX_CHOICES,
+    NAMED_WORK,
     NARROW,
     TOKEN_SIZES,
     TOLERANCE,
     USUAL_TOKENS,
+    USUAL_WORK,
     make_of,
     numbers_of,
     product_fp32,
@@ -52,12 +55,16 @@ class Tried(NamedTuple):
 def try_list(block: nn.Module, experts: ExpertList, known: dict[Any, Tried]) -> Tried:
     """Run `block` and its experts, unless a block of the same make is among those known.
 
-    A block that is in training mode has to compute the same in both modes.
+    A block that is in training mode has to compute the same in both modes. The state of PyTorch's
+    random numbers stays as it is.
     """
     make = make_of(block, in_reach(block))
     key = make, experts.name, experts.leaves, *(module.training for module in block.modules())
     if make is None or key not in known:
-        known[key] = _try(block, experts)
+        device = experts.weights(block)[0][0].device
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            torch.random.default_generator.manual_seed(0)  # so that a dropout is the same each time
+            known[key] = _try(block, experts)
     return known[key]
 
 
@@ -115,7 +122,7 @@ def _leaves_of(expert: nn.Module, experts: ExpertList) -> Leaves | None:
             weights = {x: expert.get_parameter(f"{x}.weight").detach() for x in experts.leaves}
             device = weights[experts.leaves[0]].device
             with torch.autocast(device.type, enabled=False):
-                x = _sized(torch.randn(6, own[names[0]][1], generator=random), TOKEN_SIZES)
+                x = _drawn((6, own[names[0]][1]), random) * _in_turn(TOKEN_SIZES, 6)
                 x = x.to(device)
                 came = expert.forward(x.clone())
             for gate, up, down in permutations(experts.leaves):
@@ -137,10 +144,14 @@ def _errors(came: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     return ((came - wanted).norm(dim=-1) / wanted.norm(dim=-1)).nan_to_num(torch.inf)
 
 
-def _sized(x: torch.Tensor, sizes: Sequence[float]) -> torch.Tensor:
-    """x with rows of each of the sizes in turn."""
+def _drawn(shape: tuple[int, int], random: torch.Generator) -> torch.Tensor:
+    return torch.randn(shape, generator=random, dtype=torch.float32, device="cpu")
+
+
+def _in_turn(sizes: Sequence[float], count: int) -> torch.Tensor:
+    """fp32 [count, 1] of the sizes in turn."""
     each = torch.tensor(sizes, dtype=torch.float32, device="cpu")
-    return x * each[torch.arange(len(x), device="cpu") % len(sizes), None]
+    return each[torch.arange(count, device="cpu") % len(sizes), None]
 
 
 # ---- Blocks ----
@@ -165,8 +176,7 @@ def _try_block(block: nn.Module, experts: ExpertList) -> tuple[list[Formula], st
         for top_k in range(1, min(experts.sizes[0], MAX_CHOICES) + 1)
         for scoring, renormalize, gives_logits in product(SCORINGS, (True, False), (False, True))
     ]
-    weight = experts.weights(block)[0][0]
-    own = torch.float32 if weight.is_meta else weight.dtype
+    own = experts.weights(block)[0][0].dtype
     is_training = any(module.training for module in block.modules())
     forms = [*product(dict.fromkeys((torch.float32, own)), sorted({False, is_training}))]
     narrow, whole = ([_Trial(widest, *x) for x in forms] for widest in (NARROW, None))
@@ -250,9 +260,7 @@ class _Comparison:
     def with_many(self, numbers: Sequence[int]) -> str | None:
         """Tokens of each expert in turn, then as many of one as each number, and one more."""
         num_experts, batch = len(self._stacks[0]), (2,) if 3 in self._dims else ()
-        x = self._tokens(2 * max(16, num_experts), is_aimed=True)
-        around = {n + i for n in numbers for i in (0, 1)}
-        counts = [n for n in sorted({1, USUAL_TOKENS, *around}) if n * num_experts <= _MAX_PAIRS]
+        x = self._tokens(max(16, num_experts + num_experts % 2), is_aimed=True)
         try:
             if problem := self._compare(x, 1, (*batch, len(x) // (2 if batch else 1))):
                 return problem
@@ -261,7 +269,7 @@ class _Comparison:
         if len(self._logits.argmax(dim=1).unique()) < num_experts:
             return "its router must choose each expert for some token"
         row = int(_gaps(self._logits, self.formulas[0].top_k).argmax())
-        for count in counts:
+        for count in self._counts(numbers):
             try:
                 problem = self._compare(x[row : row + 1], count, (1, count) if batch else (count,))
             except _ForwardError as error:
@@ -272,22 +280,31 @@ class _Comparison:
                 return problem
         return None
 
+    def _counts(self, numbers: Sequence[int]) -> list[int]:
+        """How many tokens of one expert to try: around the numbers, as far as that is cheap."""
+        num_experts, *sizes = self._stacks[0].shape
+        work = 3 * math.prod(sizes) * self.formulas[0].top_k
+        usual = max(FEW_TOKENS, min(USUAL_TOKENS, USUAL_WORK // work)) + 1
+        named = {n + i for n in numbers for i in (0, 1) if (n + i) * work <= NAMED_WORK}
+        return [n for n in sorted({1, usual, *named}) if n * num_experts <= _MAX_PAIRS]
+
     def _tokens(self, count: int, is_aimed: bool = False) -> torch.Tensor:
         """[T, H] of all sizes. is_aimed: the router scores each expert highest in turn."""
         router = self._gate.get_parameter("weight").float().cpu()
-        shape, like = (count, router.shape[1]), {"dtype": torch.float32, "device": "cpu"}
-        x = torch.randn(shape, generator=self._random, **like)  # type: ignore[call-overload]
+        x = _drawn((count, router.shape[1]), self._random)
         if is_aimed:
             directions = nn.functional.normalize(router) * 1.5 * router.shape[1] ** 0.5
             x += directions[torch.arange(count, device="cpu") % len(router)]
         order = torch.randperm(count, generator=self._random, device="cpu")
-        return _sized(x[order], self._sizes).to(self._stacks[0])
+        return (x[order] * _in_turn(self._sizes, count)).to(self._stacks[0])
 
     def _compare(self, rows: torch.Tensor, count: int, shape: tuple[int, ...]) -> str | None:
         """Call the block with rows, `count` times each; keep the formulas that fit."""
         x, calls = rows.repeat(count, 1).reshape(*shape, rows.shape[1]), list[Any]()
         taken = x.clone()
-        handle = self._gate.register_forward_hook(lambda _, *call: calls.append(call))
+        handle = self._gate.register_forward_hook(
+            lambda _, inputs, logits: calls.append(([y.clone() for y in inputs], logits.clone()))
+        )
         try:
             came = self._block.forward(taken)
         except Exception as error:  # a forward of others may raise anything
@@ -348,10 +365,8 @@ class _Comparison:
 
 def _weights(formula: Formula, logits: torch.Tensor) -> torch.Tensor:
     """fp32 [T, E], zero where an expert is not chosen."""
-    scores = logits.softmax(dim=1) if formula.scoring == "softmax" else logits.sigmoid()
-    chosen = logits.topk(formula.top_k, dim=1).indices
-    weights = torch.zeros_like(scores).scatter(1, chosen, scores.gather(1, chosen))
-    return weights / weights.sum(dim=1, keepdim=True) if formula.renormalize else weights
+    ids, weights = formula.choose(logits)
+    return torch.zeros_like(logits).scatter(1, ids, weights)
 
 
 def _gaps(logits: torch.Tensor, top_k: int) -> torch.Tensor:

@@ -24,10 +24,10 @@ _SCORES = (0.3, 0.7, 1.0, 0.02, 2.5, -0.5)  # a forward that clamps or normalize
 _MAX_TOKENS = 1 << 16  # of one expert: limits above that are not looked for
 NARROW = 32  # H and I, where they can be chosen: many tokens cost little then
 # Every forward is tried with up to USUAL_TOKENS tokens of one expert: with fewer if they take more
-# than _USUAL_WORK products, or more elements at a time than _USUAL_ROOM and a quarter of the
+# than USUAL_WORK products, or more elements at a time than _USUAL_ROOM and a quarter of the
 # weights.
-USUAL_TOKENS, _USUAL_WORK, _USUAL_ROOM = 1 << 12, 1 << 34, 1 << 21
-_NAMED_WORK, _NAMED_ROOM = 1 << 36, 1 << 26  # bounds of what else is run at full width
+USUAL_TOKENS, USUAL_WORK, _USUAL_ROOM = 1 << 12, 1 << 34, 1 << 21
+NAMED_WORK, _NAMED_ROOM = 1 << 36, 1 << 26  # bounds of what else is run at full width
 FEW_TOKENS = 64  # a forward has to take so many of one expert
 MAX_CHOICES = 64  # of a token
 _MAX_KEY = 1 << 16  # elements of buffers that are compared with those of other layers
@@ -251,12 +251,12 @@ def _many(
             yield _routing(stacks, 1, top_k, range(num_experts), sizes, random), 1
     work, width = 3 * hidden_size * intermediate_size, 4 * (hidden_size + intermediate_size)
     room = max(_USUAL_ROOM, num_experts * work // 4)
-    usual = max(FEW_TOKENS, min(USUAL_TOKENS, _USUAL_WORK // work, room // width))
+    usual = max(FEW_TOKENS, min(USUAL_TOKENS, USUAL_WORK // work, room // width))
     last = [num_experts - 1]
     num_tokens = 0
     for count in sorted({*around, usual + 1}):
         num_tokens += count
-        is_cheap = num_tokens * work <= _NAMED_WORK and count * width <= _NAMED_ROOM
+        is_cheap = num_tokens * work <= NAMED_WORK and count * width <= _NAMED_ROOM
         if count <= usual + 1 or is_cheap:
             yield _routing(stacks, 1, 1, last, sizes, random), count
 

@@ -56,13 +56,13 @@ def stack_lists(
         if tried.formula is not None and not problem:
             stacked[experts.block] = Stacked(experts, tried.formula, settings)
         elif swapped & {*linears}:
-            one_by_one[experts.place] = f"since {problem}"
+            one_by_one[experts.place] = f"({type(block).__name__}): {problem}"
             if tried.leaves is not None:
                 one_by_one[experts.place] += (
-                    f". To run them at once, put these lines into {type(block).__name__}: the "
-                    "first where its weights are loaded, the second in place of the loop over "
-                    "experts (x [T, H]; top_k_index and top_k_weights [T, k], the router's ids "
-                    f"and weights):\n{experts.recipe(settings['trainable'])}"
+                    f". To run them at once, put two lines into {type(block).__name__}: the first "
+                    "where its weights are loaded, the second in place of the loop over experts, "
+                    "with x [T, H] and the router's ids and weights [T, k]:\n"
+                    f"{experts.recipe(settings['trainable'])}"
                 )
     return stacked, one_by_one
 
