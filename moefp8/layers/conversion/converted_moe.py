@@ -35,10 +35,10 @@ class Formula(NamedTuple):
         choose the same of equal logits, which logits in 16 bits often are.
         """
         logits = logits.float()
-        best, ids = logits.topk(self.top_k, dim=-1)
         if self.scoring == "sigmoid":
-            weights = best.sigmoid()
-            return ids, weights / weights.sum(-1, keepdim=True) if self.renormalize else weights
+            best, ids = logits.sigmoid().topk(self.top_k, dim=-1)
+            return ids, best / best.sum(-1, keepdim=True) if self.renormalize else best
+        best, ids = logits.topk(self.top_k, dim=-1)
         if self.renormalize:
             return ids, best.softmax(dim=-1)
         return ids, logits.softmax(dim=-1).gather(-1, ids)

@@ -88,6 +88,8 @@ def expert_lists(modules: Mapping[str, nn.Module]) -> Iterator[ExpertList]:
             continue
         leaves, hidden_size, intermediate_size = found
         gate = _gate(modules[block], hidden_size, len(experts))
+        if not hidden_size * intermediate_size:
+            continue
         if gate or "expert" in f"{name} {type(experts[0]).__name__}".lower():
             sizes = len(experts), hidden_size, intermediate_size
             yield ExpertList(block, name, gate, leaves, sizes)

@@ -75,6 +75,8 @@ def _problem(
         return "a stack of master weights would be a parameter that no optimizer knows"
     if callable(getattr(model, "save_pretrained", None)):
         return "the model's save_pretrained has to write them by their own names"
+    if experts.block.rpartition(".")[2] == "_orig_mod":
+        return "it is compiled as a whole, and a swap would not be seen; convert before compiling"
     if f"{experts.block}.{experts.gate}".lstrip(".") in swapped:
         return f"{experts.gate}, which routes to them, becomes FP8"
     return None
