@@ -50,7 +50,22 @@ class Guarded(Sparse):
         return super().forward(x)
 
 
-STACKED = [Sparse, WithLogits, Masked, PlainTokens, Sigmoid, EveryExpert, KnowsItsConfig, Guarded]
+class ManyExperts(Sparse):
+    def __init__(self):
+        super().__init__(num_experts=40, top_k=6)
+
+
+STACKED = [
+    ManyExperts,
+    Sparse,
+    WithLogits,
+    Masked,
+    PlainTokens,
+    Sigmoid,
+    EveryExpert,
+    KnowsItsConfig,
+    Guarded,
+]
 
 
 def output(y):
@@ -192,6 +207,12 @@ class Shared(Sparse):
         return super().forward(x) + self.shared(x)
 
 
+class ByKeyword(Sparse):
+    def forward(self, x):
+        weights, ids = self.choose(self.gate(input=x.flatten(0, 1)))
+        return self.loop(x.flatten(0, 1), weights.to(x.dtype), ids).view(x.shape)
+
+
 class Router(nn.Module):
     def __init__(self):
         super().__init__()
@@ -239,6 +260,12 @@ ONE_BY_ONE = {
     "loss kept": (with_forward(keeping_loss), "changes aux_loss", True),
     "noise": (Noisy, r"% off in training mode \(call model.eval\(\)", True),
     "jitter": (Jitter, "call gate with its input, got something else in training mode", True),
+    "by keyword": (ByKeyword, "call gate with its input, got something else", True),
+    "one result or two": (
+        with_forward(lambda self, x, run: run(self, x)[: 1 + (x.shape[1] > 1)], WithLogits),
+        "one tensor each time, or two",
+        True,
+    ),
     "reads the router": (ReadsWeight, "call gate once, for all tokens, got 0 calls", True),
     "shared experts": (Shared, "shared.w1.weight besides", True),
     "router of its own": (OwnRouter, "no linear of its own from 64 to 4", True),
@@ -346,6 +373,11 @@ def test_a_model_that_saves_itself_keeps_its_names():
     model = Model()
     model.save_pretrained = lambda path: None
     assert "save_pretrained has to write them" in plan_conversion(model).warning()
+
+
+def test_a_block_that_is_compiled_stays_in_its_wrapper():
+    model = nn.ModuleDict({"moe": torch.compile(Sparse(), backend="eager")})
+    assert "convert before compiling" in plan_conversion(model).warning()
 
 
 # ---- Arguments ----

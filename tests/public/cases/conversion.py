@@ -42,6 +42,35 @@ class Model(nn.Module):
         return self.lm_head(x)
 
 
+class FeedForward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1, self.w3 = (nn.Linear(136, 72, bias=False) for _ in range(2))
+        self.w2 = nn.Linear(72, 136, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.w2(nn.functional.silu(self.w1(x)) * self.w3(x))
+
+
+class Looping(nn.Module):
+    """A router, and experts in a list that are called one by one."""
+
+    factor = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(136, 4, bias=False)
+        self.experts = nn.ModuleList(FeedForward() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores, ids = self.gate(x).float().softmax(dim=-1).topk(2)
+        y = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            token, choice = torch.where(ids == i)
+            y.index_add_(0, token, expert(x[token]) * scores[token, choice, None].to(x.dtype))
+        return self.factor * y
+
+
 def _model(device: str) -> Model:
     return Model().to(device, BF16)
 
@@ -70,6 +99,26 @@ def chosen_parts(device: str) -> Any:
         moefp8.convert(models[4], overrides={"*q_proj": {"trainable": True, "wgrad": "bf16"}}),
     ]
     return outcomes, [model(x) for model in models]
+
+
+@case
+def experts_in_a_list(device: str) -> Any:
+    x, model = randn(9, 136, device=device), nn.ModuleList([Looping(), Looping()]).to(device, BF16)
+    model[1].factor = 1.1
+    before = [block(x) for block in model]
+    with warnings.catch_warnings(record=True) as raised:
+        warnings.simplefilter("always")
+        _, conversion = moefp8.convert(model, return_conversion=True)
+    after = [block(x) for block in model]
+    return before, after, model, conversion, [str(x.message) for x in raised]
+
+
+@case
+def stacks_called_w13_and_w2(device: str) -> Any:
+    experts = PlainExperts(4, 136, 72, device=device)
+    stacks = nn.Module()
+    stacks.w13, stacks.w2 = experts.gate_up_proj, experts.down_proj
+    return attempt(lambda: moefp8.convert(nn.ModuleDict({"experts": stacks})))
 
 
 @case
@@ -102,6 +151,7 @@ def planned(device: str) -> Any:
         ),
         plan_conversion(nn.Sequential(nn.GELU())),
         Conversion(swapped={"a.0": "linear"}, kept={"b": "why"}, experts=("b",), trainable=["a.0"]),
+        Conversion(swapped={"a.0.w1": "linear"}, one_by_one={"a": "(Block): why"}),
     ]
     return [(plan, str(plan), plan.warning()) for plan in plans], moefp8.layers.DEFAULT_SKIP
 
