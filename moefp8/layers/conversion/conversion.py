@@ -35,10 +35,12 @@ class Conversion:
             return f"nothing becomes FP8: {reasons}"
         experts = {name: why for name, why in self.kept.items() if name in self.experts}
         unasked = {name: why for name, why in experts.items() if why not in ASKED_FOR}
-        told = [f"experts stay in 16 bits: {'; '.join(_counted(unasked))}"] if unasked else []
+        sentences = [f"experts stay in 16 bits: {'; '.join(_counted(unasked))}"] if unasked else []
         if self.one_by_one:
-            told += [f"experts run one by one: {x}" for x in _counted(self.one_by_one, "{} {}")]
-        return "\n".join(told) or None
+            sentences += [
+                f"experts run one by one: {x}" for x in _counted(self.one_by_one, "{} {}")
+            ]
+        return "\n".join(sentences) or None
 
     def __str__(self) -> str:
         kinds = [Counter[str](), Counter[str]()]

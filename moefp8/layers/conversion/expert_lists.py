@@ -84,9 +84,10 @@ def expert_lists(modules: Mapping[str, nn.Module]) -> Iterator[ExpertList]:
         if len({type(expert) for expert in experts}) > 1:
             continue
         shapes = [_shapes(expert) for expert in experts]
-        if any(x != shapes[0] for x in shapes) or (found := _leaves(shapes[0])) is None:
+        roles = _leaves(shapes[0]) if all(x == shapes[0] for x in shapes) else None
+        if roles is None:
             continue
-        leaves, hidden_size, intermediate_size = found
+        leaves, hidden_size, intermediate_size = roles
         gate = _gate(modules[block], hidden_size, len(experts))
         if not hidden_size * intermediate_size:
             continue
@@ -119,18 +120,22 @@ def _gate(block: nn.Module, hidden_size: int, num_experts: int) -> str:
     return names[0] if len(names) == 1 else ""
 
 
-def tensors_problem(block: nn.Module, found: ExpertList) -> str | None:
+def tensors_problem(block: nn.Module, experts: ExpertList) -> str | None:
     """Why a block's tensors, or what is around its modules, do not allow to stack its experts."""
     tensors = dict((*block.named_parameters(), *block.named_buffers()))
-    biases = [name for leaf in found.leaves for name in found.names_of(leaf)]
+    biases = [name for leaf in experts.leaves for name in experts.names_of(leaf)]
     if any(f"{name}.bias" in tensors for name in biases):
         return "its experts have biases, which GroupedExperts has not"
     inner = {f"{name}.weight" for name in biases}
-    if extra := sorted(name for name in tensors if name not in inner and _is_in(name, found.name)):
+    if extra := sorted(
+        name for name in tensors if name not in inner and _is_in(name, experts.name)
+    ):
         return f"its experts hold {extra[0]} besides"
-    if not found.gate:
-        return f"it has no linear of its own from {found.sizes[1]} to {found.sizes[0]}, a router"
-    allowed = {*inner, f"{found.gate}.weight", f"{found.gate}.bias"}
+    if not experts.gate:
+        return (
+            f"it has no linear of its own from {experts.sizes[1]} to {experts.sizes[0]}, a router"
+        )
+    allowed = {*inner, f"{experts.gate}.weight", f"{experts.gate}.bias"}
     if extra := sorted(tensors.keys() - allowed):
         return f"it holds {extra[0]} besides its router and experts"
     weights = [x for name, x in tensors.items() if name in inner]

@@ -45,7 +45,7 @@ Tensors = Sequence[torch.Tensor]
 
 
 class Tried(NamedTuple):
-    """What a trial told.
+    """The result of a trial.
 
     leaves: the names of gate, up and down if each expert computes SwiGLU, else None. formula: how
     the block chooses, or None; problem then says why its experts cannot be stacked.
@@ -319,8 +319,8 @@ class _Comparison:
         try:
             came = self._block.forward(taken)
         except Exception as error:  # a forward of others may raise anything
-            told = f"its forward of {list(x.shape)} raised {type(error).__name__}: {error}"
-            raise _ForwardError(told[:300]) from error
+            message = f"its forward of {list(x.shape)} raised {type(error).__name__}: {error}"
+            raise _ForwardError(message[:300]) from error
         finally:
             handle.remove()
         if len(calls) != 1:
@@ -336,7 +336,7 @@ class _Comparison:
         if not is_known or not all(_is_equal(z, logits) for z in rest) or len(rest) > 1:
             return (
                 "its forward must give a tensor in the shape and dtype of its input, or a tuple of "
-                f"that and the logits [T, E] of {self._name}, got {_told(came)}"
+                f"that and the logits [T, E] of {self._name}, got {_described(came)}"
             )
         if not torch.equal(taken, x):
             return "its forward must leave its input as it is, and changes it"
@@ -394,7 +394,7 @@ def _is_equal(x: Any, y: torch.Tensor) -> bool:
     return isinstance(x, torch.Tensor) and x.dtype == y.dtype and torch.equal(x, y)
 
 
-def _told(came: Any) -> str:
+def _described(came: Any) -> str:
     if isinstance(came, torch.Tensor):
         return f"{str(came.dtype).removeprefix('torch.')} {list(came.shape)}"
     return f"a {type(came).__name__}"

@@ -193,7 +193,7 @@ def test_the_model_itself_and_shared_blocks():
 
 
 @on_gpu
-@pytest.mark.parametrize("kind", [Sparse, Masked, PlainTokens])
+@pytest.mark.parametrize("kind", [Sparse, Masked])
 def test_on_a_gpu_it_is_tried_there_and_one_graph_serves_every_routing(kind):
     torch.manual_seed(0)
     block, x = kind().cuda().bfloat16(), tokens(kind, torch.bfloat16).cuda()

@@ -1,4 +1,4 @@
-"""`convert` and experts in a list that are not stacked: why, and the lines that run them at once."""
+"""`convert` and experts in a list that are not stacked: why, and the recipe to run them at once."""
 
 import copy
 import re
