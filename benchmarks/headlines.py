@@ -74,13 +74,13 @@ def _decoding(results: dict[str, Any]) -> Iterator[str]:
             figures = figures_of(row, OURS, phase)
             ms, ratio = figures.get(f"{mode}_ms"), speedup(row, HF_BF16, phase, mode)
             rate = number(ms and 1e3 * figures["tokens"] / ms, 0)
-            cells.append(f"{rate}, {number(ratio, 2)}")
+            cells.append(f"{rate} ({number(ratio, 2)})")
         lines.append([how, *cells])
     batches = (phase.replace("decode ", "batch ") for phase in phases)
     yield table([f"{row['title']} decodes, on one {results['gpu']}", *batches], lines)
     yield ""
     yield (
-        "Tokens a second, and how many times as fast as transformers in BF16 by the same call. "
+        "Tokens a second (and how many times as fast as transformers in BF16 by the same call). "
         f"{_over_as_called(row, phases[0])}"
     )
 
