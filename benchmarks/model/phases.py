@@ -24,7 +24,7 @@ from benchmarks.peers import first_line
 from benchmarks.timing import FLUSH_BYTES, captured
 from moefp8 import GroupedExperts
 from moefp8.hf import DecodingGraphs
-from moefp8.hf.generate import cache_name
+from moefp8.hf.decoding.step import cache_name
 
 Figures = dict[str, Any]
 

@@ -7,7 +7,7 @@ that lie on several ranks. It needs the extra `hf`.
 
 Reading order: `versions`, `config`, `other_formats`, `quantizer` (what is swapped, and what is
 checked before), `placement` (several devices), `merge` (how experts reach their stacks), `experts`,
-`expert_parallel`, `generate` (decoding in CUDA graphs).
+`expert_parallel`, `decoding` (in CUDA graphs).
 """
 
 from .versions import check as _check
@@ -17,8 +17,8 @@ _check()
 
 from . import other_formats as other_formats
 from .config import FP8Config, pretrained_config
+from .decoding import DecodingGraphs
 from .experts import experts_forward, fp8_experts_forward
-from .generate import DecodingGraphs
 from .quantizer import FP8Quantizer
 
 if _has_ep_implementations():

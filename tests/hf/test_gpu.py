@@ -11,6 +11,7 @@ from moefp8.hf import DecodingGraphs, FP8Config
 from moefp8.testing import assert_matches_reference, row_errors, teacher_forced
 from tests.checkpoint.transformers_cases import assert_equal, fp8_of
 from tests.gpu import NEEDS_GPU
+from tests.hf.decoding.test_graphs import LOGITS, OPTIONS, assert_same, by_transformers, padded
 from tests.hf.model_cases import prompt
 from tests.hf.test_experts import (
     decorated,
@@ -20,7 +21,6 @@ from tests.hf.test_experts import (
     other_config,
     run,
 )
-from tests.hf.test_generate import LOGITS, OPTIONS, assert_same, by_transformers, padded
 
 pytestmark = [
     *NEEDS_GPU,

@@ -4,24 +4,21 @@ B sequences, P tokens of a prompt, V words, L positions of a static cache.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Mapping
 from functools import partial
-from inspect import signature
 from typing import Any
 
 import torch
-from torch import nn
-from transformers import GenerationConfig, PreTrainedModel, StaticCache
-from transformers.cache_utils import StaticLayer
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput, GenerationMode
+
+from .step import CACHES, Step, addresses_of
 
 _LENGTHS = 128  # L is a multiple of it, so that calls of about as many tokens share a graph
 _MODES = GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE
-_CACHES = "cache", "past_key_values"  # the name in transformers of today, and before 5.24
 # What `generate` hands on that a decoding step does not need or makes itself.
 _KNOWN = {
-    *_CACHES,
+    *CACHES,
     "attention_mask",
     "logits_to_keep",
     "position_ids",
@@ -48,10 +45,12 @@ class DecodingGraphs:
     Args:
         model: any decoder of transformers on one device, FP8 or not, whose cache has layers of
             full attention only. Others are a ValueError: `model.generate` runs them.
-        compile: whether `torch.compile` first fuses what stands between the kernels of each
-            block (norms, rotary embedding, sums): steps take about half as long, and the first
-            call of each B and L takes some 2 s for each block of the model. Logits then differ
-            from those of `model.generate`, since the compiler rounds less often.
+        compile: whether steps are fused: `torch.compile` makes few kernels of norms, rotary
+            embedding and sums; heads that share keys are rows of one product; small FP8 linears
+            with one input, such as q, k and v, become one (with a copy of their weights), and so
+            do softmax, choice and division of a router. The first call of each B and L takes some
+            2 s for each block of the model. Logits differ a little from those of `model.generate`,
+            since a compiler rounds less often, and equal scores of experts may be chosen otherwise.
         max_graphs: how many graphs, each with its cache, are kept; the one not used for longest
             goes first.
 
@@ -73,7 +72,7 @@ class DecodingGraphs:
             raise ValueError(f"DecodingGraphs: max_graphs must be at least 1, got {max_graphs}")
         self.model: Any = model
         self.compile, self.max_graphs = compile, max_graphs
-        self._steps: OrderedDict[tuple[int, int, bool], _Step] = OrderedDict()
+        self._steps: OrderedDict[tuple[int, int, bool], Step] = OrderedDict()
         self._pool: Any = None
 
     @property
@@ -157,109 +156,24 @@ class DecodingGraphs:
         }
         return GenerateDecoderOnlyOutput(**result)
 
-    def _step(self, batch: int, num_tokens: int, has_padding: bool) -> "_Step":
+    def _step(self, batch: int, num_tokens: int, has_padding: bool) -> Step:
         """The step of so many sequences and tokens, captured where there is none yet."""
         length = -(-num_tokens // _LENGTHS) * _LENGTHS
         key = batch, length, has_padding
         step = self._steps.pop(key, None)
-        if step is None or step.addresses != _addresses_of(self.model):
+        if step is None or step.addresses != addresses_of(self.model):
             step = None  # its memory goes before the next one's comes
             while len(self._steps) >= self.max_graphs:
                 self._steps.popitem(last=False)
-            step = _Step(self.model, *key)
+            step = Step(self.model, *key)
             device = self.model.device
             if device.type == "cuda":
                 self._pool = self._pool or torch.cuda.graph_pool_handle()
-                compiled = _compiled_blocks(self.model) if self.compile else nullcontext()
                 # As in `generate`, transformers' own experts run steps otherwise than prompts.
-                decoding = self.model._optimize_model_for_decode()
-                with torch.cuda.device(device), decoding, compiled:
-                    step.capture(self._pool)
+                with torch.cuda.device(device), self.model._optimize_model_for_decode():
+                    step.capture(self._pool, fuse=self.compile)
         self._steps[key] = step
         return step
-
-
-class _Step:
-    """One decoding step of B sequences: all that it reads and writes stays where it is."""
-
-    def __init__(self, model: Any, batch: int, length: int, has_padding: bool) -> None:
-        self.model, self.addresses = model, _addresses_of(model)
-        self.graph: torch.cuda.CUDAGraph | None = None
-        self.inputs, self.cache_name = _inputs_of(model), cache_name(model)
-        with torch.inference_mode(False):  # calls in either mode write there
-            self.cache = StaticCache(config=model.config, max_cache_len=length)
-            self.tokens, self.positions = torch.zeros(
-                (2, batch, 1), dtype=torch.int64, device=model.device
-            )
-            self.mask = self.tokens.new_ones((batch, length)) if has_padding else None
-        kinds = {type(layer) for layer in self.cache.layers} - {StaticLayer}
-        if kinds:
-            names = ", ".join(sorted(kind.__name__ for kind in kinds))
-            raise ValueError(
-                f"DecodingGraphs: only full attention is captured, whose steps are all alike, got "
-                f"{type(model).__name__} with a cache of {names}; use "
-                'model.generate(..., cache_implementation="static")'
-            )
-
-    def capture(self, pool: Any) -> None:
-        """Run the step twice, so that kernels are loaded and the cache is there, and capture it."""
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(2):
-                self._run()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
-            self.logits = self._run()
-        self.graph = graph
-
-    def begin(
-        self, input_ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Fill the cache with prompts [B, P] -> logits of their last tokens [B, V]."""
-        self.cache.reset()
-        if positions is None:
-            counted = torch.ones_like(input_ids) if mask is None else mask
-            positions = (counted.cumsum(-1) - 1).clamp(min=0)
-        if mask is not None and self.mask is not None:
-            self.mask.fill_(1)[:, : mask.shape[1]] = mask
-        self.positions.copy_(positions[:, -1:] + 1)
-        return self._call(input_ids, mask, positions, is_first_iteration=True)
-
-    def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
-        """tokens: [B], those after what the cache holds -> logits [B, V] of the next ones."""
-        self.tokens.copy_(tokens[:, None])
-        if self.graph is None:
-            return self._run()
-        self.graph.replay()
-        return self.logits
-
-    def _run(self) -> torch.Tensor:
-        logits = self._call(self.tokens, self.mask, self.positions, next_sequence_length=1)
-        self.positions += 1
-        return logits
-
-    @torch.inference_mode(False)  # what the cache makes at its first call outlives it
-    @torch.no_grad()
-    def _call(
-        self,
-        ids: torch.Tensor,
-        mask: torch.Tensor | None,
-        positions: torch.Tensor,
-        **how: Any,
-    ) -> torch.Tensor:
-        options = {"position_ids": positions, "logits_to_keep": 1}
-        inputs = self.model.prepare_inputs_for_generation(
-            ids,
-            attention_mask=mask,
-            use_cache=True,
-            **{name: value for name, value in options.items() if name in self.inputs},
-            **{self.cache_name: self.cache},
-            **how,
-        )
-        logits: torch.Tensor = self.model(**inputs, return_dict=True).logits
-        return logits[:, -1]
 
 
 class _Stops:
@@ -294,56 +208,6 @@ class _Stops:
         return next((step + 1 for step in steps if self.have_ended(step)), len(steps))
 
 
-def cache_name(model: Any) -> str:
-    """The keyword by which the model takes its cache.
-
-    Of another name transformers knows nothing: it runs with a new cache, and no error.
-    """
-    return next(name for name in _CACHES if name in _inputs_of(model))
-
-
-def _inputs_of(model: Any) -> set[str]:
-    """What the model takes by name."""
-    called = model.prepare_inputs_for_generation, model.forward
-    return {name for function in called for name in signature(function).parameters}
-
-
-def _addresses_of(model: PreTrainedModel) -> list[int]:
-    """Of all weights and buffers: a graph reads them where they were when it was captured."""
-    return [x.data_ptr() for group in (model.parameters(), model.buffers()) for x in group]
-
-
-@contextmanager
-def _compiled_blocks(model: PreTrainedModel) -> Iterator[None]:
-    """Each block of the model runs through `torch.compile`.
-
-    Blocks are what transformers names in `_no_split_modules`. One by one they take less time than
-    the whole model, since equal ones share their code; Dynamo counts each as a recompilation.
-    """
-    names = model._no_split_modules or ()
-    blocks = [module for module in model.modules() if type(module).__name__ in names]
-    limits = {"recompile_limit": 1 << 16, "accumulated_recompile_limit": 1 << 16}
-    with ExitStack() as stack:
-        stack.enter_context(torch._dynamo.config.patch(limits))
-        for block in blocks:
-            forward = torch.compile(block.forward, fullgraph=True, dynamic=False)
-            stack.enter_context(_replaced_forward(block, forward))
-        yield
-
-
-@contextmanager
-def _replaced_forward(block: nn.Module, forward: Any) -> Iterator[None]:
-    own = vars(block).get("forward")  # hooks of accelerate stand there
-    block.forward = forward
-    try:
-        yield
-    finally:
-        if own is None:
-            del block.forward
-        else:
-            block.forward = own
-
-
 def _check(
     model: PreTrainedModel,
     config: GenerationConfig,
@@ -357,7 +221,7 @@ def _check(
             f"DecodingGraphs: the model must be on one device, got {', '.join(sorted(devices))}; "
             "use model.generate"
         )
-    cache = next((model_kwargs[name] for name in _CACHES if model_kwargs.get(name)), None)
+    cache = next((model_kwargs[name] for name in CACHES if model_kwargs.get(name)), None)
     unknown = [name for name, x in model_kwargs.items() if name not in _KNOWN and x is not None]
     refused = {
         config.get_generation_mode().value: config.get_generation_mode() not in _MODES,
