@@ -2,7 +2,8 @@
 
 Blocks of ```python run on the CPU, those of ```python gpu are compiled, and run where there is a
 GPU. CHECKPOINT, ORIGINAL and COMPRESSED are small checkpoints in the folder where a page runs;
-their vocabularies are smaller than those of examples, so that no page counts on a size.
+their vocabularies are smaller than those of examples, so that no page counts on a size. TEXT is a
+text there.
 """
 
 import json
@@ -77,6 +78,8 @@ def write_checkpoints(text: str) -> None:
     if re.search("CHECKPOINT|ORIGINAL", text):
         original = write_small_checkpoint(Path("CHECKPOINT"), "deepseek_v3", vocab_size=VOCAB_SIZE)
         original.rename("ORIGINAL")
+    if "TEXT" in text:
+        Path("TEXT").write_text(README.read_text())
     if "COMPRESSED" in text:
         write_small_checkpoint(Path("COMPRESSED"), "qwen3_moe", num_shards=1, vocab_size=VOCAB_SIZE)
         for file in Path("COMPRESSED").glob("*.safetensors"):

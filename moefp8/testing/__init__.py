@@ -1,5 +1,6 @@
 """What users need to property-test a model of their own: measures, references, strategies."""
 
+from .compare import compare_models
 from .errors import assert_matches_reference, relative_error, row_errors
 from .gradients import gradients
 from .reference import (
@@ -16,6 +17,7 @@ __all__ = [
     "ReferenceLinear",
     "Spread",
     "assert_matches_reference",
+    "compare_models",
     "gemm_shapes",
     "gradients",
     "module_errors",

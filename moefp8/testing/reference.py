@@ -68,13 +68,16 @@ def teacher_forced(model: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, An
     """
     computed = {id(x): x.clone() for x in model.buffers() if not x.is_leaf}  # deepcopy takes none
     reference = _copy_with_references(model, quantize_activations=True, copies=computed)
-    own_args, own_kwargs = _copied(args, kwargs)
+    own_args, own_kwargs = copied_call("teacher_forced", args, kwargs)
     with ExitStack() as hooks:
         for name, module in model.named_modules():
             if isinstance(module, FP8Linear | GroupedExperts):
                 inputs = deque[Any]()
                 record = module.register_forward_pre_hook(
-                    lambda _, *call, inputs=inputs: inputs.append(_copied(*call)), with_kwargs=True
+                    lambda _, *call, inputs=inputs: inputs.append(
+                        copied_call("teacher_forced", *call)
+                    ),
+                    with_kwargs=True,
                 )
                 replay = reference.get_submodule(name).register_forward_pre_hook(
                     lambda *_, inputs=inputs: inputs.popleft(), with_kwargs=True
@@ -125,12 +128,15 @@ def _copy_with_references(
     return _deep_copy("reference_model: the model", model, memo)
 
 
-def _copied(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """Deep copies; gradients flow through the copies of tensors in tuples, lists and dicts."""
+def copied_call(caller: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """Deep copies of a call's arguments, for what may write into them.
+
+    Gradients flow through the copies of tensors in tuples, lists and dicts.
+    """
     memo = {id(x): x.clone() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
 
     def copied(name: int | str, value: Any) -> Any:
-        return _deep_copy(f"teacher_forced: argument {name}", value, memo)
+        return _deep_copy(f"{caller}: argument {name}", value, memo)
 
     own_args = tuple(copied(i, x) for i, x in enumerate(args))
     return own_args, {name: copied(name, x) for name, x in kwargs.items()}

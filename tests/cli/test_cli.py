@@ -18,7 +18,7 @@ import moefp8
 from moefp8 import FP8Linear, GroupedExperts
 from moefp8.checkpoint import CheckpointError, fp8_layers
 from moefp8.checkpoint.inspect.fp8 import Layers
-from moefp8.cli import bench, info, inspect, precompile, quantize
+from moefp8.cli import bench, compare, info, inspect, precompile, quantize
 from moefp8.cli.main import main, script
 from moefp8.kernels import jit
 from moefp8.kernels.gemm import tuned
@@ -57,7 +57,7 @@ def test_without_a_command_it_tells_which_there_are(prog, capsys):
     assert told.out == ""
     assert told.err.startswith(f"usage: {prog} ")
     assert f"{prog} COMMAND --help" in told.err
-    for command in (info, inspect, precompile, quantize, bench):
+    for command in (info, inspect, precompile, quantize, compare, bench):
         assert command.__doc__.partition("\n")[0][:40] in told.err
 
 
@@ -79,7 +79,7 @@ def test_wrong_usage_ends_with_status_2(argv, capsys):
     assert "usage: python -m moefp8" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", [info, inspect, precompile, quantize, bench])
+@pytest.mark.parametrize("command", [info, inspect, precompile, quantize, compare, bench])
 def test_every_command_explains_itself(command, capsys):
     with pytest.raises(SystemExit) as ended:
         main([command.__name__.rpartition(".")[2], "--help"])

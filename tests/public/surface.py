@@ -38,7 +38,7 @@ MODULES = (
     "moefp8.routing",
     "moefp8.testing",
 )
-COMMANDS = ("info", "inspect", "precompile", "quantize", "bench")
+COMMANDS = ("info", "inspect", "precompile", "quantize", "compare", "bench")
 _BLOCK = re.compile(r"^```python[^\n]*\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _OPTION = re.compile(r"^ +(?:-\w, )?(--[a-z-]+)", re.MULTILINE)
 _VARIABLE = re.compile(r"MOEFP8_[A-Z0-9_]+")

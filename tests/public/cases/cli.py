@@ -118,6 +118,40 @@ def quantize_and_inspect(device: str) -> Any:
 
 
 @case
+def compare(device: str) -> Any:
+    """The figures of quantizing as it is loaded, and beside a directory in FP8; no picture."""
+    write_checkpoint("qwen3_moe")
+    Path("text.txt").write_text("Each layer of experts has a router. " * 8)
+    outcomes = [
+        run_command(
+            "compare",
+            "ORIGINAL",
+            "--text",
+            "text.txt",
+            "--tokens",
+            "128",
+            "--length",
+            "64",
+            "--skip",
+            "layers.0",
+            "--device",
+            device,
+            "--json",
+            "figures.json",
+            "--plot",
+            "layers.svg",
+        ),
+        run_command(
+            *("compare", "ORIGINAL", "CHECKPOINT", "--text", "text.txt", "--length", "32"),
+            *("--device", device),
+        ),
+    ]
+    is_drawn = Path("layers.svg").exists()
+    shown = [(status, out) for status, out, _ in outcomes]  # loading draws bars on stderr
+    return shown, json.loads(Path("figures.json").read_text()), is_drawn
+
+
+@case
 def precompile(device: str) -> Any:
     write_checkpoint("qwen3_moe")
     return [
@@ -163,6 +197,7 @@ def errors(device: str) -> Any:
         run_command("precompile", "ORIGINAL"),
         run_command("quantize", "CHECKPOINT", "target"),
         run_command("quantize", "ORIGINAL", "ORIGINAL"),
+        run_command("compare", "CHECKPOINT", "--text", "nowhere"),
         run_command("no-such-command"),
     ]
     if not torch.cuda.is_available():

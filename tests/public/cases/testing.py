@@ -1,5 +1,6 @@
 """`moefp8.testing`: measures, references, gradients and what strategies draw."""
 
+import copy
 from typing import Any
 
 import torch
@@ -73,6 +74,25 @@ def whole_models(device: str) -> Any:
 def errors_by_name(device: str) -> Any:
     model = nn.Sequential(*(moefp8.FP8Linear(136, 136, device=device) for _ in range(2)))
     return moefp8.testing.module_errors(model=model, input=randn(9, 136, device=device))
+
+
+@case
+def comparisons(device: str) -> Any:
+    model = nn.Sequential(
+        nn.Embedding(40, 136), *(nn.Linear(136, 136) for _ in range(2)), nn.Linear(136, 40)
+    ).to(device, BF16)
+    converted = moefp8.convert(copy.deepcopy(model))
+    ids = torch.arange(12, device=device).view(2, 6)
+    masked = moefp8.testing.compare_models(
+        a=model,
+        b=converted,
+        ids=ids,
+        labels=ids.masked_fill(ids % 3 > 0, -100),
+        layers="",
+        logits=lambda y: y * 2,
+    )
+    causal = moefp8.testing.compare_models(model, converted, ids, layers="")
+    return masked.to_dict(), causal.to_dict(), causal.costliest.name
 
 
 @case
