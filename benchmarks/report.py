@@ -25,6 +25,8 @@ from benchmarks.model import plot as model_plot
 from benchmarks.model import table as model_table
 from benchmarks.moe_tables import layers_tables, moe_tables
 from benchmarks.pages import Results
+from benchmarks.quality import plot as quality_plot
+from benchmarks.quality import table as quality_table
 from benchmarks.training import table as training_table
 
 ROOT = Path(__file__).parents[1]
@@ -160,13 +162,17 @@ TABLES: dict[str, Callable[..., str]] = {
     "model": model_table.tables,
     "families": families.table,
     "convergence": convergence_table.tables,
+    "quality": quality_table.tables,
+    "quality_short": quality_table.short,
     **{
         f"goals of {name}": partial(goals.goals_table, verdicts)
         for name, verdicts in goals.VERDICTS.items()
     },
 }
 # Others are made of the results of their own name.
-SOURCES = {"headlines": headlines.SOURCES} | {f"goals of {x}": (x,) for x in goals.VERDICTS}
+SOURCES = {"headlines": headlines.SOURCES, "quality_short": ("quality",)} | {
+    f"goals of {name}": (name,) for name in goals.VERDICTS
+}
 MORE_SOURCES = {"headlines": headlines.MORE_SOURCES}  # which need not be there
 PLOTS = {
     "gemm": roofline.draw,
@@ -174,6 +180,7 @@ PLOTS = {
     "moe": floors.draw,
     "model": model_plot.draw,
     "convergence": convergence_plot.draw,
+    "quality": quality_plot.draw,
 }
 
 

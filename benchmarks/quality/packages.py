@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 EVERY = 7
 # Atoms in brackets, those of two letters, the arrow, rings of two digits, and single characters.
-_SMILES_TOKEN = re.compile(r"\[[^\]]+\]|Br|Cl|>>|%\d\d|.")
+SMILES_TOKEN = re.compile(r"\[[^\]]+\]|Br|Cl|>>|%\d\d|.")
 
 
 def smollm2(device: str) -> Subject:
@@ -81,7 +81,7 @@ def _masked(reaction: str, vocabulary: dict[str, int]) -> tuple[torch.Tensor, to
 
     So each is masked once, and a row has about as many masks as in the model's training.
     """
-    tokens = [vocabulary[token] for token in _SMILES_TOKEN.findall(reaction)]
+    tokens = [vocabulary[token] for token in SMILES_TOKEN.findall(reaction)]
     whole = torch.tensor([vocabulary["[CLS]"], *tokens, vocabulary["[SEP]"]])
     ids = whole.repeat(EVERY, 1)
     labels = torch.full_like(ids, -100)

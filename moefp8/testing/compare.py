@@ -164,11 +164,11 @@ class _Tally:
                 f"{expected.shape[-1]} and {actual.shape[-1]} tokens"
             )
         figures = {
-            "a": _cross_entropy(expected, targets),
-            "b": _cross_entropy(actual, targets),
+            "a": _by_rows(_cross_entropy, expected, targets),
+            "b": _by_rows(_cross_entropy, actual, targets),
             "kl": _kl(expected, actual),
-            "same": (expected.argmax(-1) == actual.argmax(-1)).double().cpu(),
-            "logits": row_errors(actual, expected).cpu(),
+            "same": _by_rows(_has_same_top, actual, expected),
+            "logits": _by_rows(row_errors, actual, expected),
         }
         for name, values in figures.items():
             self.tokens[name].append(values)
@@ -388,21 +388,27 @@ def _checked(name: str, logits: Any, ids: torch.Tensor) -> torch.Tensor:
 
 
 def _kl(expected: torch.Tensor, actual: torch.Tensor) -> torch.Tensor:
-    """KL(expected || actual) of logits [P, V], in FP64 on the CPU: [P]."""
-    parts = []
-    for rows in zip(expected.split(_ROWS_OF_LOGITS), actual.split(_ROWS_OF_LOGITS), strict=True):
-        log_p, log_q = (x.double().log_softmax(dim=-1) for x in rows)
-        parts.append((log_p.exp() * (log_p - log_q)).sum(dim=-1))
-    return torch.cat(parts).nan_to_num(nan=math.inf).cpu()
+    """KL(expected || actual) of logits [P, V]: [P]."""
+
+    def measure(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        log_p, log_q = (z.double().log_softmax(dim=-1) for z in (x, y))
+        return (log_p.exp() * (log_p - log_q)).sum(dim=-1)
+
+    return _by_rows(measure, expected, actual)
 
 
-def _cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Of logits [P, V] and targets [P], in FP64 on the CPU: [P]."""
-    parts = [
-        F.cross_entropy(x.double(), y, reduction="none")
-        for x, y in zip(logits.split(_ROWS_OF_LOGITS), targets.split(_ROWS_OF_LOGITS), strict=True)
-    ]
-    return torch.cat(parts).nan_to_num(nan=math.inf).cpu()
+def _cross_entropy(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(x.double(), y, reduction="none")
+
+
+def _has_same_top(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return (x.argmax(dim=-1) == y.argmax(dim=-1)).double()
+
+
+def _by_rows(measure: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
+    """`measure(*tensors)` [P] on the CPU, of some rows at once: in FP64, logits are large."""
+    parts = zip(*(x.split(_ROWS_OF_LOGITS) for x in tensors), strict=True)
+    return torch.cat([measure(*part).nan_to_num(nan=math.inf).cpu() for part in parts])
 
 
 def _exp(x: torch.Tensor) -> float:
