@@ -408,7 +408,7 @@ def _has_same_top(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 def _by_rows(measure: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
     """`measure(*tensors)` [P] on the CPU, of some rows at once: in FP64, logits are large."""
     parts = zip(*(x.split(_ROWS_OF_LOGITS) for x in tensors), strict=True)
-    return torch.cat([measure(*part).nan_to_num(nan=math.inf).cpu() for part in parts])
+    return torch.cat([measure(*part).nan_to_num(math.inf, math.inf).cpu() for part in parts])
 
 
 def _exp(x: torch.Tensor) -> float:
