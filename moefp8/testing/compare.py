@@ -4,7 +4,7 @@ R rows of S tokens, V words; a position counts if it has a label.
 """
 
 import math
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
@@ -64,7 +64,7 @@ class Comparison:
     kl_mean, kl_max: KL(a || b), in nats a token.
     same_top_1: share of positions at which both prefer the same token.
     logits: errors of a position's logits.
-    layers: in their order.
+    layers: in their order; those that are not called are left out.
     """
 
     num_tokens: int
@@ -116,8 +116,8 @@ def compare_models(
         kwargs: further arguments of both models, such as `use_cache=False`.
 
     Raises:
-        ValueError: layers, vocabularies or devices differ, there are no layers, there is no label,
-            or shapes do not fit.
+        ValueError: layers, vocabularies or devices differ, there are no layers or none is called,
+            there is no label, or shapes do not fit.
     """
     _check_devices(a, b)
     names = _layer_names(a, b, layers)
@@ -132,15 +132,19 @@ def compare_models(
 
     for x, targets in _batches(ids, labels):
         at = targets != NO_LABEL
-        states: dict[str, torch.Tensor] = {}
-        with own_errors.hooks(), _outputs(a, names, states.__setitem__):
+        with own_errors.hooks(), _outputs(a, names, tally.keep):
             expected = _checked("a", run(a, x), x)[at]
-        with _outputs(b, names, partial(tally.add_total, states)):
+        with _outputs(b, names, tally.add_total):
             actual = _checked("b", run(b, x), x)[at]
         tally.add_logits(expected, actual, targets[at])
-        for name in names:
+        for name in filter(tally.own.__contains__, names):
             with _with_layer(a, b, name):
                 tally.kl_alone[name].append(_kl(expected, run(a, x)[at]))
+    if not tally.own:
+        raise ValueError(
+            f"compare_models: a must call its layers, got no call of {names[0]}; name the module "
+            "whose children are the layers (layers=)"
+        )
     return tally.comparison(names, parts)
 
 
@@ -150,9 +154,15 @@ class _Tally:
     def __init__(self) -> None:
         lists = partial(defaultdict[str, list[torch.Tensor]], list)
         self.own, self.total, self.kl_alone, self.tokens = lists(), lists(), lists(), lists()
+        self._kept = defaultdict[str, deque[torch.Tensor]](deque)
 
-    def add_total(self, states: dict[str, torch.Tensor], name: str, actual: torch.Tensor) -> None:
-        self.total[name].append(row_errors(actual, states.pop(name)).flatten().cpu())
+    def keep(self, name: str, output: torch.Tensor) -> None:
+        """Keep what a layer of `a` returns until `add_total` compares that of `b` with it."""
+        self._kept[name].append(output)
+
+    def add_total(self, name: str, output: torch.Tensor) -> None:
+        rows = row_errors(output, self._kept[name].popleft())
+        self.total[name].append(rows.flatten().cpu())
 
     def add_logits(
         self, expected: torch.Tensor, actual: torch.Tensor, targets: torch.Tensor
@@ -201,6 +211,7 @@ class _Tally:
                     },
                 )
                 for name in names
+                if name in self.own
             ],
         )
 

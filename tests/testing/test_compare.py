@@ -174,6 +174,28 @@ def test_a_cache_is_not_filled_twice():
     assert {*found.layers[0].parts} == {"self_attn", "mlp"}
 
 
+class Loop(Model):
+    """It calls its first block twice and its last one never."""
+
+    def forward(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = self.embedding(ids)
+        for i in (0, 1, 0):
+            x, _ = self.blocks[i](x)
+        return {"scores": self.lm_head(x)}
+
+
+def test_layers_may_be_called_twice_or_never():
+    a, b = Loop(), convert(Loop())
+    found = compare_models(a, b, IDS, logits=scores)
+    assert [layer.name for layer in found.layers] == ["blocks.0", "blocks.1"]
+    assert found.layers[0].own.worst < 0.1
+    assert all(layer.total.worst >= layer.own.median > 0 for layer in found.layers)
+    for model in (a, b):
+        model.unused = nn.ModuleList([nn.Linear(1, 1)])
+    with pytest.raises(ValueError, match=r"a must call its layers, got no call of unused\.0"):
+        compare_models(a, b, IDS, layers="unused", logits=scores)
+
+
 def test_layers_can_be_named():
     embedding, head = nn.Embedding(VOCABULARY, HIDDEN), nn.Linear(HIDDEN, VOCABULARY)
     model = nn.Sequential(embedding, nn.Linear(HIDDEN, HIDDEN), head).bfloat16()
