@@ -11,14 +11,14 @@ def draw(results: dict[str, Any], path: Path) -> None:
     from matplotlib.figure import Figure
 
     rows = results["rows"]
-    figure = Figure(figsize=(11, 2.9 * len(rows) + 0.4), dpi=110, layout="constrained")
+    figure = Figure(figsize=(11, 3.0 * len(rows) + 0.4), dpi=110, layout="constrained")
     panels = figure.subplots(len(rows), 2, squeeze=False)
     for row, (left, right) in zip(rows, panels, strict=True):
         draw_costs(left, row["comparison"])
         draw_errors(right, row["comparison"])
         left.set_title(f"{name_of(row)}\n{headline(row['comparison'])}", fontsize=8, loc="left")
         right.legend(
-            frameon=False, fontsize=7, ncols=5, loc="lower left", bbox_to_anchor=(0.0, 1.0)
+            frameon=False, fontsize=7, ncols=3, loc="lower left", bbox_to_anchor=(0.0, 1.0)
         )
     for axes in panels[-1]:
         axes.set_xlabel("layer")

@@ -41,9 +41,10 @@ def _cells(row: Results) -> Iterator[str]:
     yield f"{100 * c['change']:+.2f} % (± {100 * c['change_std']:.2f})"
     yield f"{c['kl_mean']:.1e}"
     yield f"{100 * c['same_top_1']:.1f} %"
-    costs = [layer["kl"] for layer in c["layers"]]
-    most = f"layer {costs.index(max(costs)) + 1} of {len(costs)}"
-    yield f"{min(costs):.1e} to {max(costs):.1e} ({most})"
+    costs = {layer["name"]: layer["kl"] for layer in c["layers"]}
+    costliest = ".".join(max(costs, key=lambda name: costs[name]).split(".")[-2:])
+    least, most = min(costs.values()), max(costs.values())
+    yield f"{least:.1e} to {most:.1e} (`{costliest}` of {len(costs)})"
 
 
 def _folded(row: Results) -> Iterator[str]:

@@ -98,7 +98,7 @@ def test_tables_tell_each_model_and_each_layer(results):
     for row in results["rows"]:
         c = row["comparison"]
         costs = [layer["kl"] for layer in c["layers"]]
-        most = f"(layer {costs.index(max(costs)) + 1} of {len(costs)}) |"
+        most = f"{costs.index(max(costs))}` of {len(costs)}) |"
         (line,) = (x for x in lines if x.startswith(f"| {row['title']}, "))
         assert line.endswith(most)
         assert f"| {c['perplexity_a']:.4f} a {row['unit']} | {c['perplexity_b']:.4f} |" in line
