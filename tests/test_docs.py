@@ -79,7 +79,7 @@ def write_checkpoints(text: str) -> None:
         original = write_small_checkpoint(Path("CHECKPOINT"), "deepseek_v3", vocab_size=VOCAB_SIZE)
         original.rename("ORIGINAL")
     if "TEXT" in text:
-        Path("TEXT").write_text(README.read_text())
+        Path("TEXT").write_text(README.read_text()[:1500])
     if "COMPRESSED" in text:
         write_small_checkpoint(Path("COMPRESSED"), "qwen3_moe", num_shards=1, vocab_size=VOCAB_SIZE)
         for file in Path("COMPRESSED").glob("*.safetensors"):

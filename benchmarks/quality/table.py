@@ -82,5 +82,5 @@ def _layer_cells(layer: dict[str, Any], parts: list[str]) -> Iterator[str]:
     yield f"{layer['own']['worst']:.1e}"
     yield f"{layer['total']['median']:.1e}"
     for part in parts:
-        found = layer["parts"].get(part)
-        yield f"{found['median']:.1e}" if found else "-"
+        errors = layer["parts"].get(part)
+        yield f"{errors['median']:.1e}" if errors else "-"

@@ -17,7 +17,7 @@ import torch
 from ..checkpoint.errors import printable
 from ..checkpoint.files.config import quantization_of, read_config
 from ..testing.compare import Comparison, compare_models
-from ..testing.compare_plot import check_matplotlib, draw
+from ..testing.compare_plot import check_plot, draw
 
 _TOKENIZER_FILES = "tokenizer_config.json", "tokenizer.json", "tokenizer.model"
 _NUM_BYTES = 256
@@ -119,7 +119,7 @@ def _check(arguments: argparse.Namespace) -> None:
         if file and (Path(file).is_dir() or not Path(file).absolute().parent.is_dir()):
             raise ValueError(f"{name} must name a file in a directory that is there, got {file}")
     if arguments.plot:
-        check_matplotlib()
+        check_plot(arguments.plot)
     for directory in filter(None, (arguments.a, arguments.b)):
         config = read_config(directory)
         names = config.get("architectures") or []
@@ -209,18 +209,23 @@ def _load(directory: str, device: str, skip: list[str] | None = None) -> Any:
     elif _is_fp8(directory):
         options = {"config": pretrained_config(directory)}
     if torch.device(device).type != "cpu":
-        options["device_map"] = device  # this needs accelerate
+        options["device_map"] = device
     load = partial(transformers.AutoModelForCausalLM.from_pretrained, dtype=torch.bfloat16)
-    return load(directory, **options).eval()
+    try:
+        return load(directory, **options).eval()
+    except ImportError as error:  # device_map needs accelerate
+        raise ValueError(f"{directory}: transformers cannot load it ({error})") from error
 
 
 def _transformers() -> Any:
     try:
         import transformers
+
+        from .. import hf as hf  # it refuses a release that is too old
     except ImportError as error:
-        raise ValueError(f"compare loads models by transformers ({error}): install '.[hf]'") from (
-            error
-        )
+        raise ValueError(
+            f"transformers loads the models ({error}): pip install '.[hf]' in a clone"
+        ) from error
     return transformers
 
 

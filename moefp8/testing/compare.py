@@ -348,7 +348,7 @@ class _OwnErrors:
 def _outputs(
     model: nn.Module, names: list[str], use: Callable[[str, torch.Tensor], None]
 ) -> Iterator[None]:
-    """In a run of the model, call `use(name, output)` behind each of its named modules."""
+    """In a run of the model, call `use(name, output)` after each of its named modules."""
     with ExitStack() as hooks:
         for name in names:
 

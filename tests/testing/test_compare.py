@@ -16,7 +16,7 @@ VOCABULARY, HIDDEN, NUM_LAYERS = 50, 128, 3
 
 
 class Branch(nn.Module):
-    """It adds to the hidden states, in place if it is told to."""
+    """It adds to the hidden states, in place if it is asked to."""
 
     def __init__(self, in_place: bool) -> None:
         super().__init__()
@@ -63,23 +63,23 @@ def a_pair(in_place: bool = False) -> tuple[Model, Model]:
 @torch.no_grad()
 def test_figures_are_those_of_plain_loops(in_place):
     a, b = a_pair(in_place)
-    found = compare_models(a, b, IDS, logits=scores, scale=2.0)
+    comparison = compare_models(a, b, IDS, logits=scores, scale=2.0)
     log_p, log_q = (scores(m(IDS, 2.0)).double().log_softmax(-1)[:, :-1] for m in (a, b))
     nll = [-x.gather(-1, IDS[:, 1:, None]).flatten() for x in (log_p, log_q)]
     kl = F.kl_div(log_q, log_p, log_target=True, reduction="none").sum(-1)
-    assert found.num_tokens == 3 * 19
-    assert found.perplexity_a == pytest.approx(nll[0].mean().exp().item())
-    assert found.perplexity_b == pytest.approx(nll[1].mean().exp().item())
-    assert found.change == pytest.approx(found.perplexity_b / found.perplexity_a - 1)
+    assert comparison.num_tokens == 3 * 19
+    assert comparison.perplexity_a == pytest.approx(nll[0].mean().exp().item())
+    assert comparison.perplexity_b == pytest.approx(nll[1].mean().exp().item())
+    assert comparison.change == pytest.approx(comparison.perplexity_b / comparison.perplexity_a - 1)
     std = (nll[1] - nll[0]).std(correction=0).item() / 57**0.5
-    assert found.change_std == pytest.approx(std, rel=0.1)
-    assert found.kl_mean == pytest.approx(kl.mean().item())
-    assert found.kl_max == pytest.approx(kl.max().item())
+    assert comparison.change_std == pytest.approx(std, rel=0.1)
+    assert comparison.kl_mean == pytest.approx(kl.mean().item())
+    assert comparison.kl_max == pytest.approx(kl.max().item())
     same = log_p.argmax(-1) == log_q.argmax(-1)
-    assert found.same_top_1 == pytest.approx(same.double().mean().item())
+    assert comparison.same_top_1 == pytest.approx(same.double().mean().item())
 
     x = y = a.embedding(IDS) * 2.0
-    for i, layer in enumerate(found.layers):
+    for i, layer in enumerate(comparison.layers):
         assert layer.name == f"blocks.{i}"
         mixed = copy.deepcopy(a)
         mixed.blocks[i] = b.blocks[i]
@@ -100,9 +100,14 @@ def test_figures_are_those_of_plain_loops(in_place):
 def test_a_model_beside_itself_costs_nothing_and_stays_as_it_is():
     model = Model()
     blocks = [*model.blocks]
-    found = compare_models(model, model, IDS, logits=scores)
-    assert (found.change, found.kl_max, found.same_top_1, found.logits.worst) == (0, 0, 1, 0)
-    for layer in found.layers:
+    comparison = compare_models(model, model, IDS, logits=scores)
+    assert (
+        comparison.change,
+        comparison.kl_max,
+        comparison.same_top_1,
+        comparison.logits.worst,
+    ) == (0, 0, 1, 0)
+    for layer in comparison.layers:
         assert (layer.kl, layer.own.worst, layer.total.worst, layer.parts) == (0, 0, 0, {})
     assert all(x is y for x, y in zip(model.blocks, blocks, strict=True))
     assert not any(x._forward_hooks or x._forward_pre_hooks for x in model.modules())
@@ -112,11 +117,11 @@ def test_a_model_beside_itself_costs_nothing_and_stays_as_it_is():
 def test_the_layer_that_is_wrong_costs_most(wrong):
     a, b = Model(), Model()
     b.blocks[wrong].up.weight.data *= 1.5
-    found = compare_models(a, b, IDS, logits=scores)
-    assert found.costliest is found.layers[wrong]
-    assert found.costliest.kl == pytest.approx(found.kl_mean)
-    assert [layer.own.worst > 0 for layer in found.layers] == [i == wrong for i in range(3)]
-    assert [layer.total.worst > 0 for layer in found.layers] == [i >= wrong for i in range(3)]
+    comparison = compare_models(a, b, IDS, logits=scores)
+    assert comparison.costliest is comparison.layers[wrong]
+    assert comparison.costliest.kl == pytest.approx(comparison.kl_mean)
+    assert [layer.own.worst > 0 for layer in comparison.layers] == [i == wrong for i in range(3)]
+    assert [layer.total.worst > 0 for layer in comparison.layers] == [i >= wrong for i in range(3)]
 
 
 def test_one_wrong_token_is_seen():
@@ -124,19 +129,19 @@ def test_one_wrong_token_is_seen():
     b.embedding.weight.data[-1] *= -1
     ids = IDS.clamp(max=VOCABULARY - 2)
     ids[1, 4] = VOCABULARY - 1
-    found = compare_models(a, b, ids, logits=scores)
-    assert found.logits.median == 0
-    assert found.logits.worst > 0.5
-    assert found.kl_max == pytest.approx(found.num_tokens * found.kl_mean)
+    comparison = compare_models(a, b, ids, logits=scores)
+    assert comparison.logits.median == 0
+    assert comparison.logits.worst > 0.5
+    assert comparison.kl_max == pytest.approx(comparison.num_tokens * comparison.kl_mean)
 
 
 def test_nan_is_infinitely_far():
     a, b = Model(), Model()
     b.blocks[1].up.bias.data[0] = torch.nan
-    found = compare_models(a, b, IDS, logits=scores)
-    assert found.kl_mean == found.perplexity_b == found.logits.median == torch.inf
-    assert found.costliest is found.layers[1]
-    assert found.costliest.own.median == torch.inf
+    comparison = compare_models(a, b, IDS, logits=scores)
+    assert comparison.kl_mean == comparison.perplexity_b == comparison.logits.median == torch.inf
+    assert comparison.costliest is comparison.layers[1]
+    assert comparison.costliest.own.median == torch.inf
 
 
 def test_several_tensors_and_long_rows_are_one_text():
@@ -153,25 +158,25 @@ def test_labels_say_which_positions_count():
     a, b = a_pair()
     labels = torch.full_like(IDS, -100)
     labels[0, 3], labels[2, 0] = 7, 8
-    found = compare_models(a, b, IDS, labels=labels, logits=scores)
+    comparison = compare_models(a, b, IDS, labels=labels, logits=scores)
     log_p = scores(a(IDS)).double().log_softmax(-1)
     expected = (-(log_p[0, 3, 7] + log_p[2, 0, 8]) / 2).exp().item()
-    assert found.num_tokens == 2
-    assert found.perplexity_a == pytest.approx(expected)
+    assert comparison.num_tokens == 2
+    assert comparison.perplexity_a == pytest.approx(expected)
 
 
 def test_a_cache_is_not_filled_twice():
-    """transformers' models have one unless they are told not to."""
+    """transformers' models have one unless they are message not to."""
     torch.manual_seed(0)
     config = small_config("qwen3_moe")
     config.num_hidden_layers, config.num_experts = 2, 2
     a = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     b = convert(copy.deepcopy(a))
     ids = torch.randint(config.vocab_size, (1, 12))
-    found, without = (compare_models(a, b, ids, use_cache=x) for x in (True, False))
-    assert found == without
-    assert [layer.name for layer in found.layers] == ["model.layers.0", "model.layers.1"]
-    assert {*found.layers[0].parts} == {"self_attn", "mlp"}
+    comparison, without = (compare_models(a, b, ids, use_cache=x) for x in (True, False))
+    assert comparison == without
+    assert [layer.name for layer in comparison.layers] == ["model.layers.0", "model.layers.1"]
+    assert {*comparison.layers[0].parts} == {"self_attn", "mlp"}
 
 
 class Loop(Model):
@@ -186,10 +191,10 @@ class Loop(Model):
 
 def test_layers_may_be_called_twice_or_never():
     a, b = Loop(), convert(Loop())
-    found = compare_models(a, b, IDS, logits=scores)
-    assert [layer.name for layer in found.layers] == ["blocks.0", "blocks.1"]
-    assert found.layers[0].own.worst < 0.1
-    assert all(layer.total.worst >= layer.own.median > 0 for layer in found.layers)
+    comparison = compare_models(a, b, IDS, logits=scores)
+    assert [layer.name for layer in comparison.layers] == ["blocks.0", "blocks.1"]
+    assert comparison.layers[0].own.worst < 0.1
+    assert all(layer.total.worst >= layer.own.median > 0 for layer in comparison.layers)
     for model in (a, b):
         model.unused = nn.ModuleList([nn.Linear(1, 1)])
     with pytest.raises(ValueError, match=r"a must call its layers, got no call of unused\.0"):
@@ -200,9 +205,9 @@ def test_layers_can_be_named():
     embedding, head = nn.Embedding(VOCABULARY, HIDDEN), nn.Linear(HIDDEN, VOCABULARY)
     model = nn.Sequential(embedding, nn.Linear(HIDDEN, HIDDEN), head).bfloat16()
     other = convert(copy.deepcopy(model))
-    found = compare_models(model, other, IDS, layers="")
-    assert [layer.name for layer in found.layers] == ["0", "1", "2"]
-    assert [layer.kl > 0 for layer in found.layers] == [False, True, False]
+    comparison = compare_models(model, other, IDS, layers="")
+    assert [layer.name for layer in comparison.layers] == ["0", "1", "2"]
+    assert [layer.kl > 0 for layer in comparison.layers] == [False, True, False]
     with pytest.raises(ValueError, match=r"must have its layers in an nn\.ModuleList, got none"):
         compare_models(model, other, IDS)
     with pytest.raises(ValueError, match="'1' must have layers, got none; name another"):
@@ -225,8 +230,8 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("told", REFUSED)
-def test_what_cannot_be_compared_is_told(told):
-    b, ids, options = REFUSED[told]
-    with pytest.raises(ValueError, match=f"compare_models: .*{told}"):
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_cannot_be_compared_is_told(message):
+    b, ids, options = REFUSED[message]
+    with pytest.raises(ValueError, match=f"compare_models: .*{message}"):
         compare_models(Model(), b, ids, **{"logits": scores, **options})
