@@ -169,7 +169,8 @@ def test_bytes_need_a_vocabulary_and_masked_models_need_labels(text, tmp_path, c
 
 @pytest.mark.parametrize("missing", ["matplotlib", "transformers"])
 def test_what_is_not_installed_is_one_sentence(checkpoints, text, capsys, monkeypatch, missing):
-    monkeypatch.setitem(sys.modules, missing, None)
+    for name in {missing, *(x for x in sys.modules if x.startswith(f"{missing}."))}:
+        monkeypatch.setitem(sys.modules, name, None)
     options = ["--plot", "x.png"] if missing == "matplotlib" else []
     assert main(["compare", *checkpoints, "--text", text, *SIZES, *options]) == 1
     assert re.search(rf"compare: .*{missing}.*install", capsys.readouterr().err)
