@@ -7,7 +7,7 @@ from typing import Any
 from benchmarks.convergence.example import train
 from benchmarks.quality import Subject, rows_of
 
-_SMALL = train.Size(256, 4, 4, 8, 256, 2, 8, 256, 400, 2e-3, 5_000_000)
+_SMALL = train.Size(256, 4, 4, 8, 256, 2, 8, 256, 1000, 2e-3, 5_000_000)
 _LARGE = replace(train.SIZES["large"], steps=2500)
 # A dense model has one expert, which every token takes, and twice its width.
 SIZES = {

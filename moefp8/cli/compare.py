@@ -16,8 +16,9 @@ import torch
 
 from ..checkpoint.errors import printable
 from ..checkpoint.files.config import quantization_of, read_config
-from ..testing.compare import Comparison, compare_models
+from ..testing.compare import compare_models
 from ..testing.compare_plot import check_plot, draw
+from ..testing.comparison import Comparison
 
 _TOKENIZER_FILES = "tokenizer_config.json", "tokenizer.json", "tokenizer.model"
 _NUM_BYTES = 256
@@ -76,7 +77,10 @@ def lines_of(comparison: Comparison) -> Iterator[str]:
     yield f"perplexity       A {c.perplexity_a:.4f}, B {c.perplexity_b:.4f}: {percent:+.2f} % " + (
         f"(standard error {std:.2f})"
     )
-    yield f"KL(A || B)       mean {c.kl_mean:.2e}, most {c.kl_max:.2e} nats a token"
+    yield (
+        f"KL(A || B)       mean {c.kl_mean:.2e}, most {c.kl_max:.2e} nats a token; rounding A's "
+        + (f"first layer otherwise gives {c.kl_floor:.0e}")
+    )
     yield f"same top-1       {100 * c.same_top_1:.2f} % of {c.num_tokens:,} tokens"
     yield f"error of logits  median {c.logits.median:.1e}, worst row {c.logits.worst:.1e}"
     yield ""

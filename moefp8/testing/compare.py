@@ -7,7 +7,6 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
 from ..layers import FP8Linear, GroupedExperts
+from .comparison import Comparison, Errors, LayerComparison
 from .errors import row_errors
 from .reference import copied_call
 
@@ -25,67 +25,6 @@ _TOKENS_OF_A_CALL = 2048  # bounds the layers' outputs that are kept for the oth
 _ROWS_OF_LOGITS = 256  # of which probabilities are computed in FP64 at once
 
 _Batch = tuple[torch.Tensor, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Errors:
-    """The `row_errors` of all rows, in short."""
-
-    median: float
-    worst: float
-
-
-@dataclass(frozen=True)
-class LayerComparison:
-    """What one layer of `b` costs.
-
-    name: of the layer in both models.
-    kl: mean KL divergence of `a` with this layer of `b` from `a`, in nats a token.
-    own: errors of what the layer returns on the input that it gets in `a`.
-    total: errors of what the layer returns in `b`: its own and those of all layers before it.
-    parts: name of a part that holds FP8 modules -> its errors, on the input that it gets in `a`.
-    """
-
-    name: str
-    kl: float
-    own: Errors
-    total: Errors
-    parts: dict[str, Errors]
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """How far `b` is from `a`.
-
-    num_tokens: positions that have a label; all but errors of layers are of these.
-    perplexity_a, perplexity_b: exp of the mean cross entropy of labels.
-    change: of the perplexity, relative; 0.01 is one percent worse.
-    change_std: standard error of `change`, from the differences at single positions.
-    kl_mean, kl_max: KL(a || b), in nats a token.
-    same_top_1: share of positions at which both prefer the same token.
-    logits: errors of a position's logits.
-    layers: in their order; those that are not called are left out.
-    """
-
-    num_tokens: int
-    perplexity_a: float
-    perplexity_b: float
-    change: float
-    change_std: float
-    kl_mean: float
-    kl_max: float
-    same_top_1: float
-    logits: Errors
-    layers: list[LayerComparison]
-
-    @property
-    def costliest(self) -> LayerComparison:
-        """The layer with the largest `kl`."""
-        return max(self.layers, key=lambda layer: layer.kl)
-
-    def to_dict(self) -> dict[str, Any]:
-        """All fields as JSON has them."""
-        return asdict(self)
 
 
 @torch.no_grad()
@@ -103,7 +42,8 @@ def compare_models(
 
     Use it to ask *is FP8 good enough*: `a` is the BF16 model, `b` the same in FP8. Both are called
     once on all tokens; for the KL divergence of each layer alone, `a` is called once more for each
-    layer, with that layer of `b` in its place. A NaN makes what it enters infinite.
+    layer, with that layer of `b` in its place; and once for `kl_floor`. A NaN makes what it enters
+    infinite.
 
     Args:
         a, b: models in evaluation mode, on one device, with layers of the same names.
@@ -137,6 +77,8 @@ def compare_models(
         with _outputs(b, names, tally.add_total):
             actual = _checked("b", run(b, x), x)[at]
         tally.add_logits(expected, actual, targets[at])
+        with _rounded_otherwise(a, names):
+            tally.tokens["floor"].append(_kl(expected, run(a, x)[at]))
         for name in filter(tally.own.__contains__, names):
             with _with_layer(a, b, name):
                 tally.kl_alone[name].append(_kl(expected, run(a, x)[at]))
@@ -158,7 +100,7 @@ class _Tally:
 
     def keep(self, name: str, output: torch.Tensor) -> None:
         """Keep what a layer of `a` returns until `add_total` compares that of `b` with it."""
-        self._kept[name].append(output)
+        self._kept[name].append(output.clone())  # the next layer may add to it in place
 
     def add_total(self, name: str, output: torch.Tensor) -> None:
         rows = row_errors(output, self._kept[name].popleft())
@@ -182,6 +124,7 @@ class _Tally:
         }
         for name, values in figures.items():
             self.tokens[name].append(values)
+        self._kept.clear()  # a layer that is in both models is kept twice
 
     def comparison(self, names: list[str], parts: dict[str, list[str]]) -> Comparison:
         tokens = {name: torch.cat(values) for name, values in self.tokens.items()}
@@ -196,6 +139,7 @@ class _Tally:
             change_std=change * std,
             kl_mean=float(tokens["kl"].mean()),
             kl_max=float(tokens["kl"].max()),
+            kl_floor=float(tokens["floor"].mean()),
             same_top_1=float(tokens["same"].mean()),
             logits=_errors(self.tokens["logits"]),
             layers=[
@@ -348,12 +292,15 @@ class _OwnErrors:
 def _outputs(
     model: nn.Module, names: list[str], use: Callable[[str, torch.Tensor], None]
 ) -> Iterator[None]:
-    """In a run of the model, call `use(name, output)` after each of its named modules."""
+    """In a run of the model, call `use(name, output)` after each of its named modules.
+
+    The output may be written to.
+    """
     with ExitStack() as hooks:
         for name in names:
 
             def after(*call: Any, name: str = name) -> None:
-                use(name, _first_tensor(call[-1]).clone())  # the next layer may add to it in place
+                use(name, _first_tensor(call[-1]))
 
             hooks.callback(model.get_submodule(name).register_forward_hook(after).remove)
         yield
@@ -368,6 +315,22 @@ def _with_layer(a: nn.Module, b: nn.Module, name: str) -> Iterator[None]:
         yield
     finally:
         a.set_submodule(name, own)
+
+
+@contextmanager
+def _rounded_otherwise(a: nn.Module, names: list[str]) -> Iterator[None]:
+    """The first call of a layer of `a` returns hidden states that differ in their last bit."""
+    called = list[str]()
+
+    def round_otherwise(name: str, output: torch.Tensor) -> None:
+        if not called:
+            generator = torch.Generator(output.device).manual_seed(0)
+            noise = torch.rand(output.shape, generator=generator, device=output.device) - 0.5
+            output.copy_(output.float() * (1 + torch.finfo(output.dtype).eps * noise))
+        called.append(name)
+
+    with _outputs(a, names, round_otherwise):
+        yield
 
 
 def _first_tensor(output: Any) -> torch.Tensor:

@@ -51,6 +51,11 @@ def draw_costs(axes: Any, comparison: dict[str, Any]) -> None:
     axes.annotate(
         f"costs most: {name}", (most, costs[most]), ha=side, va="bottom", color=_RED, fontsize=9
     )
+    floor = comparison["kl_floor"]
+    axes.axhline(floor, color="#555555", linestyle="--", linewidth=1)
+    axes.annotate(
+        "rounding in BF16", (0, floor), xycoords=("axes fraction", "data"), fontsize=7, va="bottom"
+    )
     axes.set_ylabel("KL of this layer alone,\nnats a token")
     axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 2))
     axes.margins(y=0.12)

@@ -100,7 +100,7 @@ def test_figures_are_those_of_plain_loops(in_place):
 def test_a_model_beside_itself_costs_nothing_and_stays_as_it_is():
     model = Model()
     blocks = [*model.blocks]
-    comparison = compare_models(model, model, IDS, logits=scores)
+    comparison = compare_models(model, model, [IDS, IDS.flip(1)], logits=scores)
     assert (
         comparison.change,
         comparison.kl_max,
@@ -122,6 +122,16 @@ def test_the_layer_that_is_wrong_costs_most(wrong):
     assert comparison.costliest.kl == pytest.approx(comparison.kl_mean)
     assert [layer.own.worst > 0 for layer in comparison.layers] == [i == wrong for i in range(3)]
     assert [layer.total.worst > 0 for layer in comparison.layers] == [i >= wrong for i in range(3)]
+
+
+def test_the_floor_is_what_another_rounding_does():
+    """Far below what FP8 does, far above nothing, and the smaller, the finer the dtype."""
+    a, b = a_pair()
+    comparison = compare_models(a, b, IDS, logits=scores)
+    assert 0 < 5 * comparison.kl_floor < comparison.kl_mean
+    exact = compare_models(a.float(), b.float(), IDS, logits=scores)
+    assert exact.kl_floor < 1e-6 * comparison.kl_floor
+    assert exact.kl_mean == pytest.approx(comparison.kl_mean, rel=0.2)
 
 
 def test_one_wrong_token_is_seen():
