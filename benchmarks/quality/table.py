@@ -40,6 +40,7 @@ def _cells(row: Results) -> Iterator[str]:
     yield f"{c['perplexity_b']:.4f}"
     yield f"{100 * c['change']:+.2f} % (± {100 * c['change_std']:.2f})"
     yield f"{c['kl_mean']:.1e}"
+    yield f"{c['kl_floor']:.0e}"
     yield f"{100 * c['same_top_1']:.1f} %"
     costs = {layer["name"]: layer["kl"] for layer in c["layers"]}
     costliest = ".".join(max(costs, key=lambda name: costs[name]).split(".")[-2:])
