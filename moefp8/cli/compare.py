@@ -78,7 +78,7 @@ def lines_of(comparison: Comparison) -> Iterator[str]:
         f"(standard error {std:.2f})"
     )
     yield f"KL(A || B)       mean {c.kl_mean:.2e}, most {c.kl_max:.2e} nats a token"
-    yield f"rounding         KL {c.kl_floor:.2e}, of A whose first layer's result is rounded otherwise"
+    yield f"rounding         KL {c.kl_floor:.2e}, of A whose first layer's output is rounded again"
     yield f"same top-1       {100 * c.same_top_1:.2f} % of {c.num_tokens:,} tokens"
     yield f"error of logits  median {c.logits.median:.1e}, worst row {c.logits.worst:.1e}"
     yield ""
