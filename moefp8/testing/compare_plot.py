@@ -53,9 +53,8 @@ def draw_costs(axes: Any, comparison: dict[str, Any]) -> None:
     )
     floor = comparison["kl_floor"]
     axes.axhline(floor, color="#555555", linestyle="--", linewidth=1)
-    axes.annotate(
-        "rounding in BF16", (0, floor), xycoords=("axes fraction", "data"), fontsize=7, va="bottom"
-    )
+    place = {"xycoords": ("axes fraction", "data"), "ha": "left", "va": "center"}
+    axes.annotate(" rounding\n alone", (1, floor), fontsize=7, color="#555555", **place)
     axes.set_ylabel("KL of this layer alone,\nnats a token")
     axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 2))
     axes.margins(y=0.12)
