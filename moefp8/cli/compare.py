@@ -9,6 +9,7 @@ import argparse
 import json
 from collections.abc import Iterator
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -239,4 +240,5 @@ def _format(model: Any) -> str:
 
 
 def _weight_bytes(model: Any) -> int:
-    return sum(x.numel() * x.element_size() for x in model.state_dict().values())
+    """Of all tensors, each once."""
+    return sum(x.numel() * x.element_size() for x in chain(model.parameters(), model.buffers()))
