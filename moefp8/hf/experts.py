@@ -3,7 +3,7 @@
 T tokens, k choices each, E experts, H hidden, I intermediate.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 from weakref import WeakSet
 
@@ -66,6 +66,15 @@ def experts_of(module: nn.Module) -> _Experts:
     return cached.experts
 
 
+def weights_kept_beside(model: nn.Module) -> Iterator[torch.Tensor]:
+    """What `experts_forward` keeps in FP8, made again where a module's own weights have changed."""
+    for module in model.modules():
+        if _CACHE in module.__dict__:
+            experts_of(module)
+            for weight in module.__dict__[_CACHE].weights:
+                yield from weight
+
+
 def with_frozen_weights(module: nn.Module, y: torch.Tensor) -> torch.Tensor:
     """y, whose backward raises if a weight that was quantized for it asks for a gradient."""
     weights = [_weight(module, name) for name in _weight_names(module)]
@@ -94,8 +103,8 @@ class _Cache:
     module makes its own.
     """
 
-    def __init__(self, module: nn.Module, experts: _Experts) -> None:
-        self.experts, self.is_stale = experts, False
+    def __init__(self, module: nn.Module, experts: _Experts, *weights: BlockScaled) -> None:
+        self.experts, self.weights, self.is_stale = experts, weights, False
         self.made_of = list(module.parameters(recurse=False))
         self.states = _states_of(module)
         _CACHES.add(self)
@@ -152,10 +161,12 @@ def _prepare(module: nn.Module) -> _Cache:
     limits = swiglu_limits(module) if module.has_gate else []
     is_swiglu = limits and not module.has_bias
     if is_swiglu and not getattr(module, "has_post_expert_norm", False):
-        experts: _Experts = _swiglu_experts(module, *_weights(module, halves=2), limits[0])
+        weights = _weights(module, halves=2)
+        experts: _Experts = _swiglu_experts(module, *weights, limits[0])
     else:
-        experts = _any_experts(module, *_weights(module, halves=1))
-    return _Cache(module, experts)
+        weights = _weights(module, halves=1)
+        experts = _any_experts(module, *weights)
+    return _Cache(module, experts, *weights)
 
 
 def _weight_names(module: Any) -> tuple[str, str]:

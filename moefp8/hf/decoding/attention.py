@@ -29,8 +29,9 @@ def grouped_sdpa(
 ) -> tuple[torch.Tensor, None]:
     """transformers' "sdpa" for query [B, H, 1, D], key [B, K, L, D], value [B, K, L, V].
 
-    Returns [B, 1, H, V]. With a mask, transformers repeats keys and values for all heads; here the
-    G heads that share them are rows of one product. Other shapes are transformers' to compute.
+    Returns [B, 1, H, V]. With a mask, transformers repeats keys and values for all heads, from 5.24
+    on where it is compiled; here the G heads that share them are rows of one product. Other shapes
+    are transformers' to compute.
     """
     batch, num_heads, num_tokens, _ = query.shape
     num_groups = key.shape[1]
@@ -54,8 +55,10 @@ AttentionMaskInterface.register(_GROUPED, sdpa_mask)
 
 @contextmanager
 def grouped_attention(model: Any) -> Iterator[None]:
-    """Within it, a model whose attention is "sdpa" computes it by `grouped_sdpa`."""
-    if model.config._attn_implementation != _SDPA:
+    """Within it, a model whose attention is "sdpa" everywhere computes it by `grouped_sdpa`."""
+    parts = (getattr(model.config, name) for name in model.config.sub_configs)
+    configs = [model.config, *(part for part in parts if part is not None)]
+    if {config._attn_implementation for config in configs} != {_SDPA}:
         yield
         return
     model.set_attn_implementation(_GROUPED)

@@ -5,9 +5,8 @@ The tensor is then quantized once, and one product has more tiles for the GPU. M
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from itertools import accumulate, pairwise
-from typing import Any
 
 import torch
 from torch import nn
@@ -15,7 +14,7 @@ from torch import nn
 from ...kernels.common.blocks import BLOCK
 from ...layers import FP8Linear
 from ...layers.module import is_wrapped
-from .blocks import replaced_forward
+from .replaced import Forward
 
 _TENSORS = "weight", "weight_scale_inv", "bias"
 # An H200 reads as much in 12 us, at 4.3 TB/s. Larger linears gain less by a kernel less, and their
@@ -30,15 +29,15 @@ def shared_inputs(model: nn.Module) -> Iterator[list[list[FP8Linear]]]:
     They are children of one module, called once each, with one tensor that does not change.
     """
     groups: list[list[FP8Linear]] = []
-    calls: dict[Any, list[FP8Linear]] = {}
+    calls: dict[tuple[str, int, int], list[FP8Linear]] = {}
     inputs: list[torch.Tensor] = []  # so that none has the address of an earlier one
 
     def note(name: str) -> Callable[..., None]:
-        def before(linear: FP8Linear, given: tuple[torch.Tensor]) -> None:
-            (x,) = given
-            inputs.append(x)
-            version = None if x.is_inference() else x._version
-            calls.setdefault((name.rpartition(".")[0], id(x), version), []).append(linear)
+        def before(linear: FP8Linear, args: tuple[torch.Tensor, ...]) -> None:
+            if len(args) == 1 and not args[0].is_inference():
+                inputs.append(args[0])
+                key = name.rpartition(".")[0], id(args[0]), args[0]._version
+                calls.setdefault(key, []).append(linear)
 
         return before
 
@@ -79,8 +78,6 @@ class Merged:
         dtype = torch.bfloat16 if first.bias is None else first.bias.dtype
         whole = FP8Linear(first.in_features, self.ends[-1], has_bias, "meta", dtype)
         self.whole = whole.to_empty(device=device).eval()
-        # Made once: what has compiled a forward knows it again.
-        self.forwards = [self._forward_of(index) for index in range(len(linears))]
         self.x: torch.Tensor | None = None
         self.y: torch.Tensor | None = None
         self.refresh()
@@ -96,8 +93,12 @@ class Merged:
                 for part, (start, end) in zip(parts, pairwise(starts), strict=True):
                     whole[start:end].copy_(part)
 
+    def forwards(self) -> list[Forward]:
+        """Each linear with the forward that takes its part."""
+        return [(linear, self._forward_of(i)) for i, linear in enumerate(self.linears)]
+
     def _forward_of(self, index: int) -> Callable[[torch.Tensor], torch.Tensor]:
-        """The forward of a part. The first one computes all, the last one forgets it."""
+        """The first one computes all, the last one forgets it."""
         start, end = self.ends[index : index + 2]
 
         def forward(x: torch.Tensor) -> torch.Tensor:
@@ -114,13 +115,3 @@ class Merged:
             return part
 
         return forward
-
-
-@contextmanager
-def merged_linears(groups: Sequence[Merged]) -> Iterator[None]:
-    """Within it, the linears of each group run as one."""
-    with ExitStack() as stack:
-        for group in groups:
-            for linear, forward in zip(group.linears, group.forwards, strict=True):
-                stack.enter_context(replaced_forward(linear, forward))
-        yield

@@ -3,8 +3,6 @@
 Here it runs without a graph; blocks are traced, and run as they are called.
 """
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 from small_checkpoint import FAMILIES, small_config
@@ -15,8 +13,9 @@ from transformers import AutoModelForCausalLM, StaticCache
 from moefp8 import FP8Linear, convert
 from moefp8.hf.decoding.attention import grouped_attention, grouped_sdpa
 from moefp8.hf.decoding.fusion import Fusion
-from moefp8.hf.decoding.merged import Merged, merged_linears, shared_inputs
-from moefp8.hf.decoding.routers import chosen_by_one_kernel, routers_of
+from moefp8.hf.decoding.merged import Merged, shared_inputs
+from moefp8.hf.decoding.replaced import replaced_forwards
+from moefp8.hf.decoding.routers import routers_of
 from moefp8.hf.decoding.step import cache_name
 from moefp8.testing import row_errors
 
@@ -67,10 +66,9 @@ def test_a_fused_step_gives_nearly_the_logits(family):
     model = model_of(family)
     step = Step(model)
     expected = step.logits()
-    fusion = Fusion(model, step.run, backend="eager")
-    fusion.blocks = nullcontext()  # another test compiles them
+    fusion = Fusion(model, step.run, backend=None)
     for _ in range(2):
-        with fusion:
+        with fusion.fused():
             assert_near(step.logits(), expected)
         assert torch.equal(step.logits(), expected)  # outside, the model is as it was
 
@@ -127,7 +125,7 @@ def test_parts_of_a_merged_linear_are_those_of_the_linears(bias):
         model(x)
     assert groups == [[model.first, model.second]]
     merged = [Merged(group) for group in groups]
-    with merged_linears(merged):
+    with replaced_forwards(merged[0].forwards()):
         assert float(row_errors(model(x), expected).max()) < 1e-2
         model.second.weight_scale_inv.mul_(2)  # a weight that changes in place
         merged[0].refresh()
@@ -142,7 +140,8 @@ def test_linears_called_otherwise_than_before_are_an_error():
     model = in_fp8(Three(False))
     with shared_inputs(model) as groups:
         model(torch.randn(2, 256).bfloat16())
-    with merged_linears([Merged(group) for group in groups]):
+    (group,) = groups
+    with replaced_forwards(Merged(group).forwards()):
         with pytest.raises(RuntimeError, match="use compile=False"):
             model.second(torch.randn(2, 256).bfloat16())
         model(torch.randn(2, 256).bfloat16())
@@ -175,32 +174,52 @@ def test_routers_of_softmax_are_found_and_give_the_same(qwen):
     assert [router.module for router in routers] == gates
     x = torch.randn(200, qwen.config.hidden_size).bfloat16()
     logits, scores, ids = gates[0](x)
-    with chosen_by_one_kernel(routers):
-        own_logits, own_scores, own_ids = gates[0](x)
+    own_logits, own_scores, own_ids = routers[0].forward(x)
     assert torch.equal(own_logits, logits)
     is_clear = (ids.sort(-1).values == own_ids.sort(-1).values).all(-1)
     assert is_clear.float().mean() > 0.9  # the others have a tie
     torch.testing.assert_close(own_scores[is_clear], scores[is_clear], rtol=1e-2, atol=1e-3)
 
 
-def test_routers_that_do_something_else_are_left():
-    class Gate(nn.Module):
-        top_k = 2
+class Gate(nn.Module):
+    def __init__(self, top_k, scores_of, weight, bias=None):
+        super().__init__()
+        self.top_k, self.scores_of, self.weight = top_k, scores_of, nn.Parameter(weight)
+        self.register_buffer("bias", bias)
 
-        def __init__(self, change):
-            super().__init__()
-            self.weight, self.change = nn.Parameter(torch.randn(8, 256)), change
+    def forward(self, x):
+        logits = nn.functional.linear(x, self.weight)
+        scores, ids = self.scores_of(logits).topk(self.top_k)
+        return logits, scores, ids
 
-        def forward(self, x):
-            logits = nn.functional.linear(x, self.weight)
-            scores, ids = self.change(logits).softmax(-1).topk(self.top_k)
-            return logits, scores, ids
 
-    for change, count in ((lambda x: x, 1), (lambda x: -x, 0), (lambda x: x * 1.1, 0)):
-        model = nn.Sequential(Gate(change))
-        with routers_of(model) as routers:
-            model(torch.randn(5, 256))
-        assert len(routers) == count
+def softmax(logits):
+    return logits.softmax(-1)
+
+
+@pytest.mark.parametrize(
+    ("gate", "is_known"),
+    [
+        (lambda weight: Gate(2, softmax, weight), True),
+        (lambda weight: Gate(2, softmax, weight * 30), True),  # nearly all is the best expert's
+        (lambda weight: Gate(8, softmax, weight), True),
+        (lambda weight: Gate(2, lambda x: softmax(-x), weight), False),
+        (lambda weight: Gate(2, lambda x: softmax(1.1 * x), weight), False),
+        (lambda weight: Gate(2, lambda x: 2.5 * x.sigmoid(), weight), False),
+        (lambda weight: Gate(2, lambda x: 0.4 * x.sigmoid(), weight * 0), False),  # ties alone
+        (lambda weight: Gate(2, softmax, weight, torch.zeros(8)), False),  # it may change
+    ],
+)
+def test_routers_of_another_kind_are_left(gate, is_known):
+    torch.manual_seed(0)
+    model = nn.Sequential(gate(torch.randn(8, 256)))
+    with routers_of(model) as routers:
+        model(torch.randn(5, 256))
+    assert len(routers) == is_known
+    if is_known:
+        x = torch.randn(9, 256) / 100
+        for got, expected in zip(routers[0].forward(x), model(x), strict=True):
+            torch.testing.assert_close(got, expected)
 
 
 @pytest.mark.parametrize("has_mask", [False, True])
@@ -237,7 +256,7 @@ def test_fused_blocks_are_compiled_whole_and_once(family):
         fusion = Fusion(model, step.run, backend=counter)
     counts = []
     for _ in range(3):
-        with fusion:
+        with fusion.fused():
             assert_near(step.logits(), expected)
         counts.append(counter.frame_count)
     num_layers = model.config.num_hidden_layers

@@ -1,6 +1,7 @@
 """`DecodingGraphs`: the tokens and logits of transformers' own `generate`; here without a graph."""
 
 import copy
+from functools import partial
 from inspect import signature
 
 import pytest
@@ -20,6 +21,7 @@ from transformers import (
 
 from moefp8 import convert
 from moefp8.hf import DecodingGraphs
+from moefp8.hf.decoding.step import Step
 from tests.hf.model_cases import prompt
 
 LENGTH = 128  # of the static cache: what the graphs take for up to 128 tokens
@@ -163,18 +165,43 @@ def test_keeps_so_many_graphs(models):
     assert graphs.num_graphs == 1
 
 
-def test_weights_may_change_and_move():
+def test_weights_may_change_in_place():
     torch.manual_seed(0)
     config = small_config("qwen3_moe")
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     graphs, ids = DecodingGraphs(model), prompt()
     before = graphs.generate(ids, **OPTIONS)
     with torch.no_grad():
-        model.lm_head.weight.copy_(model.lm_head.weight.flip(0))  # in place
-    in_place = graphs.generate(ids, **OPTIONS)
-    assert not torch.equal(before, in_place)
-    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().flip(0))  # elsewhere
-    assert torch.equal(graphs.generate(ids, **OPTIONS), before)
+        model.lm_head.weight.copy_(model.lm_head.weight.flip(0))
+    assert not torch.equal(graphs.generate(ids, **OPTIONS), before)
+
+
+def test_a_step_is_of_weights_where_they_are():
+    config = small_config("qwen3_moe")
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    model.set_experts_implementation("moefp8")  # it keeps FP8 weights beside those of the model
+    model(prompt(), use_cache=False)
+    step = Step(model, 1, LENGTH, has_padding=False)
+    assert step.is_of(model)
+    with torch.no_grad():
+        model.model.layers[0].mlp.experts.down_proj.mul_(2)
+    assert not step.is_of(model)
+    step = Step(model, 1, LENGTH, has_padding=False)
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    assert not step.is_of(model)
+
+
+def test_sampling_draws_as_often_as_there_are_tokens(models):
+    """Random numbers of the next call are those that follow, also if sequences ended early."""
+    model, ids = models["qwen3_moe"], prompt()
+    criteria = {"stopping_criteria": StoppingCriteriaList([After()])}
+    options = OPTIONS | {"do_sample": True, "max_new_tokens": 20, "eos_token_id": None}
+    results = []
+    for generate in (DecodingGraphs(model).generate, partial(by_transformers, model)):
+        torch.manual_seed(1)
+        results += [generate(ids, **options, **criteria) for _ in range(2)]
+    assert torch.equal(results[0], results[2])
+    assert torch.equal(results[1], results[3])
 
 
 def test_both_inference_modes(models):
@@ -194,24 +221,47 @@ def cache_name(model):
 def test_refuses_what_it_does_not_run(models):
     model, ids = models["qwen3_moe"], prompt()
     graphs = DecodingGraphs(model)
-    used = {cache_name(model): StaticCache(config=model.config, max_cache_len=LENGTH)}
-    model.generate(ids, disable_compile=True, **used, **OPTIONS)
-    for asked_for, word in (
-        ({"num_beams": 2}, "beam"),
-        ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states"),
-        ({"assistant_model": model}, "assistant_model"),
-        ({"custom_generate": print}, "custom_generate"),
-        (used, "cache that is not empty"),
+    cache = StaticCache(config=model.config, max_cache_len=LENGTH)
+    for asked_for, word, way in (
+        ({"num_beams": 2}, "beam", "model.generate"),
+        (
+            {"output_hidden_states": True, "return_dict_in_generate": True},
+            "output_hidden_states",
+            "model.generate",
+        ),
+        ({"assistant_model": model}, "assistant_model", "model.generate"),
+        ({"custom_generate": print}, "custom_generate", "model.generate"),
+        ({cache_name(model): cache}, cache_name(model), "model.generate"),
+        ({"cache_implementation": "offloaded"}, "offloaded", "model.generate"),
+        ({"stop_strings": ["x"]}, "stop_strings", "StopStringCriteria"),
+        ({"inputs_embeds": torch.randn(3, 4, 256)}, "inputs_embeds", "model.generate"),
     ):
         with pytest.raises(ValueError, match=word) as error:
             graphs.generate(ids, **OPTIONS, **asked_for)
-        assert "model.generate" in str(error.value)
-    parts = copy.deepcopy(model)
-    parts.lm_head.to("meta")
-    with pytest.raises(ValueError, match="must be on one device, got cpu, meta; use model"):
-        DecodingGraphs(parts).generate(ids, **OPTIONS)
+        assert way in str(error.value)
     with pytest.raises(ValueError, match="max_graphs must be at least 1, got 0"):
         DecodingGraphs(model, max_graphs=0)
+
+
+def test_refuses_models_that_are_not_captured(models):
+    def changed(change):
+        model = copy.deepcopy(models["qwen3_moe"])
+        change(model)
+        return model
+
+    ways = {
+        "must be on one device, but is on cpu, meta": lambda x: x.lm_head.to("meta"),
+        'attention must be one of sdpa, eager, but is "flex': lambda x: x.set_attn_implementation(
+            "flex_attention"
+        ),
+        "rotary embedding changes": lambda x: x.config.rope_parameters.update(rope_type="dynamic"),
+        "does not write into": lambda x: x.model.register_forward_pre_hook(
+            lambda _, args, kwargs: (args, kwargs | {cache_name(x): None}), with_kwargs=True
+        ),
+    }
+    for word, change in ways.items():
+        with pytest.raises(ValueError, match=f"Qwen3Moe.*{word}.*use model.generate"):
+            DecodingGraphs(changed(change)).generate(prompt(), **OPTIONS)
 
 
 def test_refuses_other_models():
