@@ -32,7 +32,7 @@ from benchmarks.session import Row, finish, measured, write
 from moefp8.testing import row_errors
 
 BATCHES, PROMPT, CONTEXT = (1, 16, 128), 4096, 256
-PATIENCE_S = 570
+PATIENCE_S = 900  # for all providers, which take turns
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -85,8 +85,8 @@ def rows_of(name: str, options: argparse.Namespace) -> Iterator[Row]:
         row["ready_s"] = round(time.perf_counter() - started, 1)
         print(f"\n{title}: {row['checkpoint_gib']} GiB in {row['write_s']} s", flush=True)
         row["peers"] = {}
-        for name in options.providers:
-            (work / name).mkdir()
+        for each in options.providers:
+            (work / each).mkdir()
         with ThreadPoolExecutor(len(options.providers)) as pool:
             runs = {
                 pool.submit(found_by, each, work, options, device): each

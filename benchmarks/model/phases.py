@@ -4,7 +4,7 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -148,25 +148,20 @@ def measure(model: Any, phase: Phase) -> Figures:
     return figures
 
 
-def measure_compiled(
-    model: Any, prompts: torch.Tensor, turn: AbstractContextManager[None]
-) -> Figures:
-    """compiled_ms: a token of `DecodingGraphs(compile=True)`, timed within `turn`.
-
-    compile_s: what the first call took, in which blocks are compiled.
-    """
+def compile_steps(model: Any, prompts: torch.Tensor) -> tuple[DecodingGraphs, Figures]:
+    """Graphs of compiled steps. compile_s: what the first call took; compiled_refused: why not."""
     graphs, started = DecodingGraphs(model, compile=True), time.perf_counter()
     try:
         _generate(graphs.generate, prompts, _few_and_many(prompts, _MANY)[1])
         synchronize(model.device)
-        taken = {"compile_s": round(time.perf_counter() - started, 1)}
-        with turn:
-            return {"compiled_ms": _ms_a_token(graphs.generate, prompts, _MANY), **taken}
     except Exception as error:
-        return {"compiled_refused": first_line(error)}
-    finally:
-        del graphs
-        _free()
+        return graphs, {"compiled_refused": first_line(error)}
+    return graphs, {"compile_s": round(time.perf_counter() - started, 1)}
+
+
+def measure_compiled(graphs: DecodingGraphs, prompts: torch.Tensor) -> Figures:
+    """compiled_ms: a token of steps that were compiled before."""
+    return {"compiled_ms": _ms_a_token(graphs.generate, prompts, _MANY)}
 
 
 def _in_graphs(model: Any, phase: Phase) -> Figures:

@@ -19,7 +19,8 @@ import torch
 from benchmarks.peers import first_line
 
 Found = dict[str, Any]  # "refused", or "load_s", "weights_gib" and "phases"
-LOGITS, _LOCK, _TIMED = "logits.pt", "turn", "timed"
+LOGITS, _LOCK = "logits.pt", "turn"
+_TIMED, _COMPILED = "timed", "compiled"  # what providers note, and wait for
 
 
 @dataclass(frozen=True)
@@ -46,12 +47,12 @@ class Settings:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
-    def note_timed(self) -> None:
-        (Path(self.result) / _TIMED).touch()
+    def note(self, what: str) -> None:
+        (Path(self.result) / what).touch()
 
-    def wait_for_others(self) -> None:
-        """Until each has been timed but for what is compiled, which takes all cores, or ended."""
-        while not all((Path(other) / _TIMED).exists() for other in self.others):
+    def wait_for_others(self, what: str) -> None:
+        """Until each has noted the same, or ended."""
+        while not all((Path(other) / what).exists() for other in self.others):
             time.sleep(0.2)
 
 
@@ -74,7 +75,8 @@ def run_in_a_process(settings: Settings, patience_s: float) -> Found:
     except subprocess.TimeoutExpired:
         how = f"not done in {patience_s:.0f} s"
     finally:
-        settings.note_timed()
+        settings.note(_TIMED)
+        settings.note(_COMPILED)
     file = Path(settings.result) / "found.json"
     found: Found = json.loads(file.read_text()) if file.exists() else {}
     if how:
@@ -95,7 +97,13 @@ def find(settings: Settings) -> Iterator[Found]:
     from transformers.utils import logging
 
     from benchmarks.model.checkpoint import on_meta
-    from benchmarks.model.phases import decoding_by, measure, measure_compiled, phases
+    from benchmarks.model.phases import (
+        compile_steps,
+        decoding_by,
+        measure,
+        measure_compiled,
+        phases,
+    )
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()
@@ -120,15 +128,23 @@ def find(settings: Settings) -> Iterator[Found]:
             except Exception as error:  # after an error of a GPU no other phase would work
                 yield {**found, "ended": first_line(error)}
                 return
-        settings.note_timed()
+        settings.note(_TIMED)
         if device.type == "cpu":
             return
-        settings.wait_for_others()
+        settings.wait_for_others(_TIMED)  # compiling takes all cores
+        compiled = {}
         for name, ids in prompts.items():
             figures = found["phases"][name]
             with decoding_by(model, figures.get("experts")):
-                figures |= measure_compiled(model, ids, settings.turn())
-            yield found
+                compiled[name], told = compile_steps(model, ids)
+            figures |= told
+        settings.note(_COMPILED)
+        settings.wait_for_others(_COMPILED)
+        with settings.turn():
+            for name, graphs in compiled.items():
+                if "compile_s" in (figures := found["phases"][name]):
+                    figures |= measure_compiled(graphs, prompts[name])
+                yield found
 
 
 def _load(settings: Settings, path: Path, device: torch.device) -> tuple[Found, Any]:

@@ -1,6 +1,7 @@
 """Whole transformers models on a GPU: loaded there, in CUDA graphs, compiled, generating."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from moefp8.testing import assert_matches_reference, row_errors, teacher_forced
 from tests.checkpoint.transformers_cases import assert_equal, fp8_of
 from tests.gpu import NEEDS_GPU
 from tests.hf.decoding.test_graphs import LOGITS, OPTIONS, assert_same, by_transformers, padded
-from tests.hf.model_cases import prompt
+from tests.hf.model_cases import plain, prompt
 from tests.hf.test_experts import (
     decorated,
     first_experts,
@@ -103,6 +104,55 @@ def test_decoding_graphs_sample_and_stream(qwen):
     torch.manual_seed(1)
     assert torch.equal(got, by_transformers(model, ids, **options))
     assert torch.cat([x.flatten() for x in given]).tolist() == got[0].tolist()
+
+
+def test_decoding_graphs_end_as_generate_does(qwen):
+    """Also in the middle: the host learns of it a step late, and draws no number more."""
+    model, ids = pretrained(qwen), prompt().cuda()
+    graphs, options = DecodingGraphs(model), OPTIONS | {"max_new_tokens": 60}
+    last = {"eos_token_id": [*range(0, 512, 5)], **options}
+    assert torch.equal(graphs.generate(ids, **last), by_transformers(model, ids, **last))
+    results = []
+    for generate in (graphs.generate, partial(by_transformers, model)):
+        torch.manual_seed(1)
+        results += [generate(ids, **last | {"do_sample": True}) for _ in range(3)]
+    assert all(map(torch.equal, results[:3], results[3:]))
+    assert {x.shape[1] for x in results} != {100}
+
+
+def test_decoding_graphs_on_another_stream(qwen):
+    model, ids = pretrained(qwen), prompt().cuda()
+    graphs = DecodingGraphs(model)
+    expected = graphs.generate(ids, **OPTIONS)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        others = graphs.generate(ids.flip(0), **OPTIONS)
+    assert torch.equal(graphs.generate(ids, **OPTIONS), expected)
+    assert torch.equal(others, expected.flip(0))
+
+
+def test_decoding_graphs_follow_kept_fp8_weights(qwen):
+    """`experts_implementation="moefp8"` quantizes again, into other memory, what has changed."""
+    model, ids = plain(qwen.with_name("fp8-bf16")).cuda().eval(), prompt().cuda()
+    model.set_experts_implementation("moefp8")
+    graphs = DecodingGraphs(model)
+    for _ in range(2):
+        expected = by_transformers(model, ids, **OPTIONS, **LOGITS)
+        assert_same(graphs.generate(ids, **OPTIONS, **LOGITS), expected)
+        with torch.no_grad():
+            for layer in model.model.layers:
+                layer.mlp.experts.down_proj.mul_(0.5)
+
+
+def test_a_step_that_waits_is_refused(qwen):
+    model, ids = pretrained(qwen), prompt().cuda()
+    wait = model.lm_head.register_forward_hook(lambda module, args, y: y * float(y.amax() < 1e9))
+    with pytest.raises(ValueError, match=r"could not be captured .*use model.generate"):
+        DecodingGraphs(model).generate(ids, **OPTIONS)
+    wait.remove()
+    torch.cuda.synchronize()
+    expected = by_transformers(model, ids, **OPTIONS)
+    assert torch.equal(DecodingGraphs(model).generate(ids, **OPTIONS), expected)
 
 
 @pytest.mark.slow
