@@ -20,7 +20,7 @@ TITLES = {
     HF_HUB: "transformers FP8, hub kernels",
     HF_BF16: "transformers BF16",
 }
-# How a phase runs, and what is told of it.
+# The ways in which a phase runs.
 MODES = {
     "eager": "as it is called",
     "graph": "in CUDA graphs",

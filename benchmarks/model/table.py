@@ -112,7 +112,7 @@ def _rates(row: Row, provider: str, phase: str) -> str:
 
 def _worst(rows: list[Row]) -> str:
     """The least speed beside each of the others, and the longest that MoE blocks take."""
-    told = []
+    sentences = []
     for other in (name for name in ran(rows) if name != OURS):
         speeds = []
         for mode, where in MODES.items():
@@ -121,11 +121,11 @@ def _worst(rows: list[Row]) -> str:
                 value, case = min(cases)
                 speeds.append(f"{value:.2f} {where} ({case})")
         if speeds:
-            told.append(f"{', '.join(speeds)}, beside {TITLES[other]}")
+            sentences.append(f"{', '.join(speeds)}, beside {TITLES[other]}")
     if cases := _cases(rows, lambda row, phase: moe_ratio(row, OURS, phase)):
         value, case = max(cases)
-        told.append(f"{value:.3f} for MoE blocks ({case})")
-    return f"At worst it is {'; '.join(told)}." if told else ""
+        sentences.append(f"{value:.3f} for MoE blocks ({case})")
+    return f"At worst it is {'; '.join(sentences)}." if sentences else ""
 
 
 def _compiling(rows: list[Row]) -> str:

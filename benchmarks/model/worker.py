@@ -136,8 +136,8 @@ def find(settings: Settings) -> Iterator[Found]:
         for name, ids in prompts.items():
             figures = found["phases"][name]
             with decoding_by(model, figures.get("experts")):
-                compiled[name], told = compile_steps(model, ids)
-            figures |= told
+                compiled[name], outcome = compile_steps(model, ids)
+            figures |= outcome
         settings.note(_COMPILED)
         settings.wait_for_others(_COMPILED)
         with settings.turn():

@@ -134,7 +134,7 @@ def settings_for(options: Mapping[Target, Options]) -> Settings:
 def names_for(model: nn.Module, targets: Iterable[Target]) -> tuple[str | list[str], list[str]]:
     """`target_modules` and `target_parameters`, from which PEFT finds these targets alone.
 
-    It matches whole names, and names that end as these behind a dot.
+    It matches whole names, and names that end as these after a dot.
     """
     own: Any = getattr(model, "config", None)
     renames = hasattr(own, "model_type") and any(
