@@ -55,17 +55,17 @@ def goals_table(verdicts: Callable[[Results], Iterable[Verdict]], results: Resul
     for verdict in verdicts(results):
         by_goal.setdefault(verdict.goal, []).append(verdict)
     lines = []
-    for goal, verdicts in by_goal.items():
-        least, *others = dict.fromkeys(x.asked_text for x in sorted(verdicts, key=_asked))
+    for goal, cases in by_goal.items():
+        least, *others = dict.fromkeys(x.asked_text for x in sorted(cases, key=_asked))
         asked = f"{least} to {others[-1]}" if others else least
-        met = f"{sum(x.is_met for x in verdicts)} of {len(verdicts)}"
+        met = f"{sum(x.is_met for x in cases)} of {len(cases)}"
         missed: dict[str, list[str]] = {}
-        for x in verdicts:
+        for x in cases:
             if not x.is_met:
                 case = f"{x.case}, of {x.asked_text}" if others else x.case
                 missed.setdefault(case, []).append(x.measured_text)
         where = "; ".join(f"{case}: {', '.join(values)}" for case, values in missed.items())
-        bound = "at most" if verdicts[0].at_most else "at least"
+        bound = "at most" if cases[0].at_most else "at least"
         lines.append([goal, f"{bound} {asked}", met, where])
     return f"{table(['goal', 'asked', 'met', 'missed'], lines)}\n\n{_where(results)}"
 
