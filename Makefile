@@ -102,6 +102,7 @@ format: .venv/ready  ## rewrite in the house format
 
 docs: .venv/ready  ## the reference of all public names, from their docstrings, into site/
 	$(BIN)/python -m pdoc --docformat google --output-directory site $(API)
+	@echo 'It begins at site/index.html.'
 
 dist: .venv/ready  ## wheel and sdist into dist/, each tried outside this checkout
 	rm -rf dist

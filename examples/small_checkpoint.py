@@ -194,6 +194,12 @@ def _write_shards(directory: Path, tensors: dict[str, torch.Tensor], num_shards:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("family", choices=FAMILIES)
-    parser.add_argument("directory", type=Path)
+    parser.add_argument("directory", type=Path, help="for the FP8 checkpoint")
+    parser.add_argument("--original", type=Path, help="for the BF16 one; default: DIRECTORY-bf16")
+    parser.add_argument("--vocab-size", type=int, default=512)
     arguments = parser.parse_args()
-    print(write_small_checkpoint(arguments.directory, arguments.family))
+    directory, vocab_size = arguments.directory, arguments.vocab_size
+    original = write_small_checkpoint(directory, arguments.family, vocab_size=vocab_size)
+    if arguments.original is not None:
+        original = original.rename(arguments.original)
+    print(f"FP8: {directory}\nBF16: {original}")
