@@ -44,13 +44,15 @@ def convert(
     and `w2`. Experts are first run on random tokens: they must compute SwiGLU, or its clamped
     variant, and nothing else.
 
-    Experts in an `nn.ModuleList`, which a block calls one by one, become one `GroupedExperts`, and
-    the block a `ConvertedMoE` around its own router, if a trial shows the same outputs. Else
-    their linears are swapped, and a warning tells why, and the two lines that run them at once.
+    Experts in an `nn.ModuleList` or `nn.ModuleDict`, which a block calls one by one, become one
+    `GroupedExperts`, and the block a `ConvertedMoE` around its own router, if a trial shows the
+    same outputs. Else their linears are swapped, and a warning tells why, and the two lines that
+    run them at once.
 
     By default these stay: output heads, routers, gates to one number, what the model keeps in FP32,
     and linears whose weights are read by others (`moefp8.layers.conversion.selection`). The result
-    is logged ("moefp8", INFO); it is a warning if nothing is swapped, or if other experts stay.
+    is logged ("moefp8", INFO); it is a warning if nothing is swapped, if other experts stay, or if
+    most weights are parameters of modules that `convert` does not know.
 
     Args:
         model: changed in place.
@@ -249,8 +251,8 @@ def _quantize(made: Any, module: nn.Module, stack: Stacked | None) -> None:
     if made.trainable:
         return
     if stack is not None:
-        gate, up, down = stack.experts.weights(module)
-        made._quantize_from((gate, up), down)
+        *gate_up, down = stack.experts.weights(module)
+        made._quantize_from(gate_up, down)
         return
     stacks = stacks_of(module)
     if stacks is not None:

@@ -5,6 +5,7 @@ E experts, H hidden, I intermediate.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -15,20 +16,31 @@ from ..module import is_wrapped
 from ..parts import parts_of
 from .selection import is_linear, widths
 
-Leaves = tuple[str, str, str]
+Leaves = tuple[str, ...]
+
+_WAY_OUT = (
+    ". If they compute SwiGLU, GroupedExperts.from_weights(gate_up_proj, down_proj) of stacks "
+    "[E, 2I, H], gate rows first, and [E, H, I] runs them at once"
+)
+_OTHER_FORM = (
+    "each expert must hold three linears, gate, up and down, or two, with gate and up in one, and "
+    f"holds others{_WAY_OUT}"
+)
 
 
 @dataclass(frozen=True)
 class ExpertList:
-    """A block with experts in an `nn.ModuleList`, all of one class and of three linears each.
+    """A block with experts in an `nn.ModuleList` or `nn.ModuleDict`, all of one class.
 
-    block: the block's dotted name. name: the list's name in the block. gate: the name of the
-    block's one linear from H to E, or "". leaves: the names of an expert's linears, two from H to I
-    and then one from I to H; gate, up and down once a trial has told gate from up. sizes: E, H, I.
+    block: the block's dotted name. name: the list's name in the block. keys: the experts' names in
+    the list. gate: the name of the block's one linear from H to E, or "". leaves: the names of an
+    expert's linears, two from H to I, or one from H to 2I, and then one from I to H; gate, up and
+    down once a trial has told gate from up. sizes: E, H, I.
     """
 
     block: str
     name: str
+    keys: tuple[str, ...]
     gate: str
     leaves: Leaves
     sizes: tuple[int, int, int]
@@ -40,7 +52,7 @@ class ExpertList:
 
     def names_of(self, leaf: str) -> list[str]:
         """The names of a linear of all experts, in the block."""
-        return [f"{self.name}.{expert}.{leaf}" for expert in range(self.sizes[0])]
+        return [f"{self.name}.{key}.{leaf}" for key in self.keys]
 
     def linears(self) -> list[str]:
         """The dotted names of all experts' linears, in the model."""
@@ -48,7 +60,7 @@ class ExpertList:
         return [f"{self.block}.{name}".lstrip(".") for name in inner]
 
     def weights(self, block: nn.Module) -> tuple[list[nn.Parameter], ...]:
-        """Each of the three linears' weights, of all experts."""
+        """Each linear's weights, of all experts, in the order of `leaves`."""
         return tuple(
             [block.get_submodule(name).get_parameter("weight") for name in self.names_of(leaf)]
             for leaf in self.leaves
@@ -59,12 +71,14 @@ class ExpertList:
 
     def recipe(self, trainable: bool) -> str:
         """The two lines with which the block runs its experts at once, whatever its forward is."""
-        gate, up, down = (f"e.{leaf}.weight" for leaf in self.leaves)
+        *gate_up, down = (f"e.{leaf}.weight" for leaf in self.leaves)
+        rows = gate_up[0] if len(gate_up) == 1 else f"torch.cat([{', '.join(gate_up)}])"
         experts = f"self.{self.name}"
+        is_list = self.keys == tuple(map(str, range(len(self.keys))))
+        each = f"for e in {experts}" if is_list else f"for e in {experts}.values()"
         return (
-            f"    {experts} = moefp8.GroupedExperts.from_weights(torch.stack([torch.cat([{gate}, "
-            f"{up}]) for e in {experts}]), torch.stack([{down} for e in {experts}])"
-            f"{', trainable=True' if trainable else ''})\n"
+            f"    {experts} = moefp8.GroupedExperts.from_weights(torch.stack([{rows} {each}]), "
+            f"torch.stack([{down} {each}]){', trainable=True' if trainable else ''})\n"
             f"    y = {experts}(x, top_k_index, top_k_weights)"
         )
 
@@ -77,23 +91,84 @@ def expert_lists(modules: Mapping[str, nn.Module]) -> Iterator[ExpertList]:
     """
     for place, experts in modules.items():
         block, _, name = place.rpartition(".")
-        if not place or type(experts) is not nn.ModuleList or len(experts) < 2:
+        by_key = _experts_of(experts)
+        if not place or _is_of_transformers(modules[block]) or not by_key:
             continue
-        if type(modules[block]).__module__.partition(".")[0] == "transformers":
-            continue
-        if len({type(expert) for expert in experts}) > 1:
-            continue
-        shapes = [_shapes(expert) for expert in experts]
+        shapes = [_shapes(expert) for expert in by_key.values()]
         roles = _leaves(shapes[0]) if all(x == shapes[0] for x in shapes) else None
         if roles is None:
             continue
         leaves, hidden_size, intermediate_size = roles
-        gate = _gate(modules[block], hidden_size, len(experts))
+        gate = _gate(modules[block], hidden_size, len(by_key))
         if not hidden_size * intermediate_size:
             continue
-        if gate or "expert" in f"{name} {type(experts[0]).__name__}".lower():
-            sizes = len(experts), hidden_size, intermediate_size
-            yield ExpertList(block, name, gate, leaves, sizes)
+        if gate or _is_called_experts(name, by_key):
+            sizes = len(by_key), hidden_size, intermediate_size
+            yield ExpertList(block, name, tuple(by_key), gate, leaves, sizes)
+
+
+class OtherList(NamedTuple):
+    """Experts in a list that cannot be stacked: its place, its linears' names in the model, why."""
+
+    place: str
+    linears: list[str]
+    why: str
+
+
+def other_lists(modules: Mapping[str, nn.Module]) -> Iterator[OtherList]:
+    """The lists of experts of other forms than `expert_lists` gives, by names and structure.
+
+    modules: as in `expert_lists`, whose lists may be among these, too.
+    """
+    for place, module in modules.items():
+        if _is_of_transformers(module):
+            continue
+        for name, child in module.named_children():
+            by_key = _experts_of(child)
+            if (
+                by_key
+                and _is_called_experts(name, by_key)
+                and not all(map(is_linear, by_key.values()))
+            ):
+                inner = [path for path, each in child.named_modules() if is_linear(each)]
+                home = f"{place}.{name}".lstrip(".")
+                yield OtherList(home, [f"{home}.{path}" for path in inner], _OTHER_FORM)
+        if lists := _parallel_lists(module):
+            homes = {name: f"{place}.{name}".lstrip(".") for name in lists}
+            inner = [f"{homes[name]}.{key}" for name, keys in lists.items() for key in keys]
+            why = f"each expert's linears are in several lists, {', '.join(lists)}{_WAY_OUT}"
+            yield OtherList(next(iter(homes.values())), inner, why)
+
+
+def _parallel_lists(block: nn.Module) -> dict[str, list[str]]:
+    """Name -> keys of the lists, with a linear of each expert in each, that a block has."""
+    by_length: dict[int, dict[str, dict[str, nn.Module]]] = {}
+    for name, child in block.named_children():
+        by_key = _experts_of(child)
+        if by_key and len({widths(x) for x in by_key.values() if is_linear(x)}) == 1:
+            by_length.setdefault(len(by_key), {})[name] = by_key
+    for num_experts, lists in by_length.items():
+        roles = _leaves({name: widths(next(iter(x.values()))) for name, x in lists.items()})
+        if roles is not None and _gate(block, roles[1], num_experts):
+            return {name: [*by_key] for name, by_key in lists.items()}
+    return {}
+
+
+def _experts_of(module: nn.Module) -> dict[str, nn.Module]:
+    """Key -> expert if `module` is a list or a dictionary of modules of one class, else {}."""
+    if type(module) not in (nn.ModuleList, nn.ModuleDict):
+        return {}
+    by_key = {key: child for key, child in module._modules.items() if child is not None}
+    is_one_class = len({type(child) for child in by_key.values()}) == 1
+    return by_key if is_one_class and len(by_key) > 1 else {}
+
+
+def _is_of_transformers(block: nn.Module) -> bool:
+    return type(block).__module__.partition(".")[0] == "transformers"
+
+
+def _is_called_experts(name: str, by_key: Mapping[str, nn.Module]) -> bool:
+    return "expert" in f"{name} {type(next(iter(by_key.values()))).__name__}".lower()
 
 
 def _shapes(expert: nn.Module) -> dict[str, tuple[int, int]]:
@@ -106,11 +181,12 @@ def _shapes(expert: nn.Module) -> dict[str, tuple[int, int]]:
 
 
 def _leaves(shapes: Mapping[str, tuple[int, int]]) -> tuple[Leaves, int, int] | None:
-    """Names of two linears from H to I and of one back, and H and I; None for other linears."""
+    """Names of two linears from H to I, or one to 2I, and of one back; H; I. None for others."""
     for down, (i, h) in reversed([*shapes.items()]):
         others = [name for name in shapes if name != down]
-        if len(others) == 2 and all(shapes[name] == (h, i) for name in others):
-            return (others[0], others[1], down), h, i
+        rows = 2 * i // max(1, len(others))
+        if len(others) in (1, 2) and all(shapes[name] == (h, rows) for name in others):
+            return (*others, down), h, i
     return None
 
 

@@ -47,8 +47,9 @@ Tensors = Sequence[torch.Tensor]
 class Tried(NamedTuple):
     """The result of a trial.
 
-    leaves: the names of gate, up and down if each expert computes SwiGLU, else None. formula: how
-    the block chooses, or None; problem then says why its experts cannot be stacked.
+    leaves: the names of gate, up and down if each expert computes SwiGLU, else None; one name may
+    hold gate and up. formula: how the block chooses, or None; problem then says why its experts
+    cannot be stacked.
     """
 
     leaves: Leaves | None
@@ -77,7 +78,11 @@ def _try(block: nn.Module, experts: ExpertList) -> Tried:
     leaves = _leaves_of_all(block, experts)
     problem = tensors_problem(block, experts)
     if problem is None and leaves is None:
-        problem = "its experts must compute down(silu(gate(x)) * up(x)), and compute something else"
+        fused = ", gate rows first" if len(experts.leaves) == 2 else ""
+        problem = (
+            f"its experts must compute down(silu(gate(x)) * up(x)){fused}, and compute something "
+            "else"
+        )
     if problem is not None or leaves is None:
         return Tried(leaves, None, problem or "")
     formulas, problem = _try_block(block, experts.with_leaves(leaves))
@@ -91,10 +96,13 @@ def _narrowed(
     e, h, i = experts.sizes
     narrow_h, narrow_i = (min(size, widest or size) for size in (h, i))
     shapes: dict[str, tuple[int, ...]] = {f"{experts.gate}.weight": (e, narrow_h)}
-    for leaf, is_down in zip(experts.leaves, (False, False, True), strict=True):
-        shape = (narrow_h, narrow_i) if is_down else (narrow_i, narrow_h)
+    *gate_up, down = experts.leaves
+    rows, narrow_rows = (2 * size // len(gate_up) for size in (i, narrow_i))
+    for leaf in gate_up:
+        shape = narrow_rows, narrow_h
         shapes |= {f"{name}.weight": shape for name in experts.names_of(leaf)}
-    sizes = {i: narrow_i, h: narrow_h}
+    shapes |= {f"{name}.weight": (narrow_h, narrow_i) for name in experts.names_of(down)}
+    sizes = {rows: narrow_rows, i: narrow_i, h: narrow_h}
     sizes.pop(e, None)  # it is more likely the number of experts
     return shapes, sizes
 
@@ -121,7 +129,7 @@ def _leaves_of(expert: nn.Module, experts: ExpertList) -> Leaves | None:
     names = [f"{leaf}.weight" for leaf in experts.leaves]
     for widest in (NARROW, None):
         shapes, sizes = _narrowed(experts, widest)
-        own = {name: shapes[f"{experts.name}.0.{name}"] for name in names}
+        own = {name: shapes[f"{experts.name}.{experts.keys[0]}.{name}"] for name in names}
         drawn = drawn_weights(expert, random, False, own, sizes, dtype=torch.float32)
         with drawn, suppress(Exception):  # a forward of others may raise anything
             weights = {x: expert.get_parameter(f"{x}.weight").detach() for x in experts.leaves}
@@ -130,18 +138,21 @@ def _leaves_of(expert: nn.Module, experts: ExpertList) -> Leaves | None:
                 x = _drawn((6, own[names[0]][1]), random) * _in_turn(TOKEN_SIZES, 6)
                 x = x.to(device)
                 came = expert.forward(x.clone())
-            for gate, up, down in permutations(experts.leaves):
-                matrices = weights[gate], weights[up], weights[down]
-                if matrices[0].shape == matrices[1].shape == matrices[2].mT.shape:
+            for leaves in permutations(experts.leaves):
+                *gate_up, down = matrices = [weights[leaf] for leaf in leaves]
+                shape = 2 * down.shape[1] // len(gate_up), down.shape[0]
+                if all(weight.shape == shape for weight in gate_up):
                     errors = _errors(came, _expert(x, matrices))
                     if came.shape == x.shape and float(errors.max()) < TOLERANCE[torch.float32]:
-                        return gate, up, down
+                        return leaves
     return None
 
 
 def _expert(x: torch.Tensor, weights: Tensors) -> torch.Tensor:
-    gate, up, down = weights
-    return product_fp32(swiglu(product_fp32(x, gate), product_fp32(x, up)), down)
+    """weights: gate and up, or both in one, and down."""
+    *gate_up, down = weights
+    gate, up = torch.cat([product_fp32(x, weight) for weight in gate_up], dim=-1).chunk(2, dim=-1)
+    return product_fp32(swiglu(gate, up), down)
 
 
 def _errors(came: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
@@ -233,8 +244,9 @@ class _ForwardError(Exception):
 class _Comparison:
     """Calls of a block, and the formulas that give what it has given so far.
 
-    stacks: gate and up [E, I, H], down [E, H, I]. gate: the name of its router, which has to be
-    called once, with all tokens as they are, so that `ConvertedMoE` gets the same logits.
+    stacks: gate and up [E, I, H], or both in one [E, 2I, H], and down [E, H, I]. gate: the name of
+    its router, which has to be called once, with all tokens as they are, so that `ConvertedMoE`
+    gets the same logits.
     """
 
     def __init__(
@@ -292,7 +304,7 @@ class _Comparison:
 
     def _counts(self, numbers: Sequence[int]) -> list[int]:
         """How many tokens of one expert to try: around the numbers, as far as that is cheap."""
-        num_experts, *sizes = self._stacks[0].shape
+        num_experts, *sizes = self._stacks[-1].shape
         work = 3 * math.prod(sizes) * self.formulas[0].top_k
         usual = max(FEW_TOKENS, min(USUAL_TOKENS, USUAL_WORK // work)) + 1
         named = {n + i for n in numbers for i in (0, 1) if (n + i) * work <= NAMED_WORK}

@@ -7,7 +7,7 @@ from torch import nn
 
 from ..experts import GroupedExperts
 from .converted_moe import ConvertedMoE, Formula
-from .expert_lists import ExpertList, expert_lists
+from .expert_lists import ExpertList, expert_lists, other_lists
 from .list_trial import Tried, try_list
 
 Settings = Mapping[str, Any]
@@ -45,7 +45,9 @@ def stack_lists(
     stacked, one_by_one = dict[str, Stacked](), dict[str, str]()
     known: dict[Any, Tried] = {}
     swapped = {*swapped}
+    places = set[str]()
     for experts in expert_lists(modules):
+        places.add(experts.place)
         linears, block = experts.linears(), modules[experts.block]
         if not all(map(is_wanted, linears)):
             continue
@@ -61,9 +63,15 @@ def stack_lists(
                 one_by_one[experts.place] += (
                     f". To run them at once, put two lines into {type(block).__name__}: the first "
                     "where its weights are loaded, the second in place of the loop over experts, "
-                    "with x [T, H] and the router's ids and weights [T, k]:\n"
+                    "with x [T, H] and the router's ids and weights [T, k]; what the loop does "
+                    "besides, such as a capacity, dropout or a scale, is then gone:\n"
                     f"{experts.recipe(settings['trainable'])}"
                 )
+    for other in other_lists(modules):
+        is_left_out = other.place in places or not all(map(is_wanted, other.linears))
+        if not is_left_out and swapped & {*other.linears}:
+            block = modules[other.place.rpartition(".")[0]]
+            one_by_one[other.place] = f"({type(block).__name__}): {other.why}"
     return stacked, one_by_one
 
 

@@ -22,6 +22,21 @@ class FeedForward(nn.Module):
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
 
+class Fused(nn.Module):
+    """Gate and up in one linear."""
+
+    is_gate_first = True
+
+    def __init__(self):
+        super().__init__()
+        self.w13, self.w2 = nn.Linear(H, 2 * I, bias=False), nn.Linear(I, H, bias=False)
+
+    def forward(self, x):
+        first, second = self.w13(x).chunk(2, dim=-1)
+        gate, up = (first, second) if self.is_gate_first else (second, first)
+        return self.w2(F.silu(gate) * up)
+
+
 class Sparse(nn.Module):
     """Softmax, then top-k, renormalized; a loop with torch.where and index_add."""
 
@@ -48,6 +63,21 @@ class Sparse(nn.Module):
         x = x.view(-1, hidden_size)
         weights, ids = self.choose(self.gate(x))
         return self.loop(x, weights.to(x.dtype), ids).view(batch, length, hidden_size)
+
+
+class InDict(Sparse):
+    """Its experts are in a dictionary."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleDict({f"e{i}": x for i, x in enumerate(self.experts)})
+
+    def loop(self, x, weights, ids):
+        y = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts.values()):
+            token, choice = torch.where(ids == i)
+            y.index_add_(0, token, expert(x[token]) * weights[token, choice, None])
+        return y
 
 
 class WithLogits(Sparse):

@@ -18,8 +18,10 @@ from tests.gpu import on_gpu
 from tests.layers.conversion.hand_written import (
     EveryExpert,
     FeedForward,
+    Fused,
     H,
     I,
+    InDict,
     Masked,
     Model,
     PlainTokens,
@@ -68,6 +70,8 @@ STACKED = [
     EveryExpert,
     KnowsItsConfig,
     Guarded,
+    InDict,
+    of_experts(Fused),
 ]
 
 

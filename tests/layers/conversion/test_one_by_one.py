@@ -15,7 +15,10 @@ from moefp8.layers import plan_conversion
 from moefp8.testing import relative_error
 from tests.layers.conversion.hand_written import (
     FeedForward,
+    Fused,
     H,
+    I,
+    InDict,
     Masked,
     Model,
     Scaled,
@@ -40,6 +43,10 @@ class Dropping(FeedForward):
 class Biased(FeedForward):
     def __init__(self):
         super().__init__(bias=True)
+
+
+class UpFirst(Fused):
+    is_gate_first = False
 
 
 class OneIsOther(Sparse):
@@ -152,6 +159,7 @@ ONE_BY_ONE = {
     "scaled experts": (of_experts(Scaled), "its experts must compute down", False),
     "one is other": (OneIsOther, "its experts must compute down", False),
     "biases": (of_experts(Biased), "have biases", False),
+    "up first": (of_experts(UpFirst), "gate rows first, and compute something else", False),
 }
 
 
@@ -174,7 +182,7 @@ def test_other_blocks_keep_their_forward_and_a_warning_tells_why(case):
     assert "one by one: 2 layers.*.moe.experts" in str(conversion)
     block = model.layers[0]["moe"]
     assert type(block) is kind
-    assert type(block.experts[3].w3) is FP8Linear
+    assert type(block.experts[3].w2) is FP8Linear
 
 
 @pytest.mark.parametrize("kind", [Dropping, FeedForward])
@@ -196,6 +204,16 @@ class Scaling(Sparse):
         return 1.1 * super().loop(x, weights, ids)
 
 
+class ScalingFused(Scaling):
+    def __init__(self):
+        super().__init__(Fused)
+
+
+class ScalingInDict(InDict):
+    def loop(self, x, weights, ids):
+        return 1.1 * super().loop(x, weights, ids)
+
+
 class ScalingMasked(Masked):
     def forward(self, x):
         return 1.1 * super().forward(x)
@@ -207,13 +225,15 @@ def lines_of(warning):
 
 
 @pytest.mark.parametrize("trainable", [False, True])
-@pytest.mark.parametrize("kind", [Scaling, ScalingMasked])
+@pytest.mark.parametrize("kind", [Scaling, ScalingFused, ScalingInDict, ScalingMasked])
 def test_the_two_lines_of_the_recipe_run_experts_at_once(kind, trainable):
     block, x = kind(), torch.randn(30, H)
     model = nn.ModuleDict({"moe": copy.deepcopy(block)})
-    first, second = lines_of(convert_with_warning(model, trainable=trainable))
+    warning = convert_with_warning(model, trainable=trainable)
+    assert "such as a capacity, dropout or a scale, is then gone" in warning
+    first, second = lines_of(warning)
     names = {"moefp8": moefp8, "torch": torch, "self": block, "x": x}
-    experts = block.ffns if kind is ScalingMasked else block.experts
+    experts = [*(block.ffns if kind is ScalingMasked else block.experts).children()]
     index, weights = torch.randint(4, (30, 2)), torch.rand(30, 2)
     wanted = torch.zeros_like(x)
     for choice in range(2):
@@ -228,6 +248,46 @@ def test_the_two_lines_of_the_recipe_run_experts_at_once(kind, trainable):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         convert(nn.ModuleDict({"proj": nn.Linear(H, H), "moe": block}), trainable=trainable)
+
+
+# ---- Lists of other forms ----
+
+
+class OfSequentials(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(H, 4)
+        layers = lambda: (nn.Linear(H, I), nn.GELU(), nn.Linear(I, H), nn.Dropout(0.1))  # noqa: E731
+        self.experts = nn.ModuleList(nn.Sequential(*layers()) for _ in range(4))
+
+
+class InThreeLists(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(H, 4)
+        self.w1, self.w3 = (
+            nn.ModuleList(nn.Linear(H, I, bias=False) for _ in range(4)) for _ in range(2)
+        )
+        self.w2 = nn.ModuleList(nn.Linear(I, H, bias=False) for _ in range(4))
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "why"),
+    [
+        (OfSequentials, "experts", "each expert must hold three linears"),
+        (InThreeLists, "w1", "each expert's linears are in several lists, w1, w3, w2"),
+    ],
+)
+def test_lists_of_other_forms_are_told(kind, name, why):
+    model = Model(kind)
+    plan = plan_conversion(model)
+    places = [f"layers.{n}.moe.{name}" for n in range(2)]
+    assert [*plan.one_by_one] == places
+    warning = convert_with_warning(model)
+    assert f"one by one: 2 layers.*.moe.{name} ({kind.__name__}): {why}" in warning
+    assert "GroupedExperts.from_weights" in warning
+    assert type(model.get_submodule(places[0])[0]) in (FP8Linear, nn.Sequential)
+    assert not plan_conversion(Model(kind), skip="layers.*.moe").one_by_one
 
 
 def test_master_weights_stay_those_that_an_optimizer_knows():
