@@ -13,6 +13,7 @@ from ..linear import FP8Linear
 from ..module import is_wrapped
 from ..parts import parts_of
 from .conversion import LEFT_OUT, NOT_IN_ONLY, SKIPPED, Conversion, pattern_of
+from .loose import Loose, loose_matrices
 from .masters import master_problem
 from .probe import Probed, probe
 from .selection import DEFAULT_SKIP, HEADS, can_swap, is_conv1d, is_linear, matches, reasons
@@ -115,7 +116,11 @@ def choose(
     _check_settings(overridden, kinds, {x: by_default[x] for x in by_default if x in candidates})
     experts = frozenset(name for name in told if kind_of(modules[name]) == "experts")
     masters = frozenset(name for name, given in settings.items() if given["trainable"])
-    conversion = Conversion(kinds, told, experts, masters, one_by_one)
+    loose = Loose({}, 0.0)
+    if wanted is None and filter_fn is None:  # these name linears and experts
+        stays = [*skipped, *(part for part, setting in overridden.items() if setting is False)]
+        loose = loose_matrices(modules, lambda name: any(matches(name, part) for part in stays))
+    conversion = Conversion(kinds, told, experts, masters, one_by_one, *loose)
     there: list[Any] = [modules[name] for name in fp8]
     other_form = sum(module.trainable != trainable for module in there)
     other_wgrad = sum(module.trainable and module.wgrad != wgrad for module in there)

@@ -10,6 +10,16 @@ _MAX_PATTERNS = 12
 
 SKIPPED, NOT_IN_ONLY, LEFT_OUT = "skipped", "not in only", "left out by filter_fn"
 ASKED_FOR = (SKIPPED, NOT_IN_ONLY, LEFT_OUT)
+OTHER_MAKE = "experts of another make"
+
+_BY_HAND = (
+    "If they are SwiGLU experts, put GroupedExperts.from_weights in their place, with their stacks "
+    "[E, 2I, H], gate rows first, and [E, H, I]"
+)
+_BY_TRANSFORMERS = (
+    'if they are transformers\' own, import moefp8.hf and try experts_implementation="moefp8" of '
+    "from_pretrained"
+)
 
 
 @dataclass(frozen=True)
@@ -19,7 +29,9 @@ class Conversion:
     Names are those of the model before `convert`. kept holds all its other linears and experts that
     are not FP8 already; experts tells which names in kept are experts, and trainable which names in
     swapped keep their weights as master weights. one_by_one: name of a list of experts whose
-    linears are swapped one by one -> why, and how to run them at once.
+    linears are swapped one by one -> why, and how to run them at once. loose: name of a matrix that
+    no linear, experts or other known module holds -> its holder and shape, if such matrices are
+    most of the weights besides embeddings; loose_share: how much of these weights they are.
     """
 
     swapped: Mapping[str, str] = field(default_factory=dict)
@@ -27,15 +39,27 @@ class Conversion:
     experts: Collection[str] = ()
     trainable: Collection[str] = ()
     one_by_one: Mapping[str, str] = field(default_factory=dict)
+    loose: Mapping[str, str] = field(default_factory=dict)
+    loose_share: float = 0.0
 
     def warning(self) -> str | None:
-        """What a user may not expect: nothing became FP8, or experts did not."""
-        if not self.swapped:
-            reasons = "; ".join(_counted(self.kept)) or "there are neither linears nor experts"
-            return f"nothing becomes FP8: {reasons}"
+        """What a user may not expect: nothing became FP8, or experts or most weights did not."""
         experts = {name: why for name, why in self.kept.items() if name in self.experts}
         unasked = {name: why for name, why in experts.items() if why not in ASKED_FOR}
-        sentences = [f"experts stay in 16 bits: {'; '.join(_counted(unasked))}"] if unasked else []
+        is_of_other_make = any(why.startswith(OTHER_MAKE) for why in unasked.values())
+        way_out = f". {_BY_HAND}; {_BY_TRANSFORMERS}" if is_of_other_make else ""
+        sentences = []
+        if not self.swapped:
+            reasons = "; ".join(_counted(self.kept)) or "there are neither linears nor experts"
+            sentences = [f"nothing becomes FP8: {reasons}{way_out}"]
+        elif unasked:
+            sentences = [f"experts stay in 16 bits: {'; '.join(_counted(unasked))}{way_out}"]
+        if self.loose:
+            matrices = "; ".join(_counted(self.loose))
+            sentences.append(
+                f"{self.loose_share:.0%} of the weights besides embeddings stay as they are, as no "
+                f"linear or experts module holds them: {matrices}. {_BY_HAND}"
+            )
         if self.one_by_one:
             sentences += [
                 f"experts run one by one: {x}" for x in _counted(self.one_by_one, "{} {}")
@@ -53,7 +77,8 @@ class Conversion:
         ]
         told = told or ["FP8: none"]
         told += [f"one by one: {x}" for x in _counted(self.one_by_one, "{} {}")]
-        return "\n".join([*told, *(f"stays: {x}" for x in _counted(self.kept))])
+        stays = (*_counted(self.kept), *_counted(self.loose))
+        return "\n".join([*told, *(f"stays: {x}" for x in stays)])
 
 
 def _plural(kind: str, count: int) -> str:

@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from ..experts import GroupedExperts
 from ..linear import FP8Linear
+from .conversion import OTHER_MAKE
 from .source_code import read_weights
 from .stacks import foreign_experts, stacks_of
 
@@ -107,7 +108,7 @@ def _other_makes(modules: Modules) -> Iterator[tuple[str, str]]:
             if is_linear(module):
                 yield name, f"its weight is read by nn.{type(parent).__name__}"
         elif stacks_of(module) is None and (shape := foreign_experts(name, module)):
-            yield name, f"experts of another make ({kind}, {list(shape)})"
+            yield name, f"{OTHER_MAKE} ({kind}, {list(shape)})"
 
 
 def _output_embeddings(modules: Modules) -> Iterator[tuple[str, str]]:

@@ -166,6 +166,7 @@ def planned(device: str) -> Any:
         plan_conversion(nn.Sequential(nn.GELU())),
         Conversion(swapped={"a.0": "linear"}, kept={"b": "why"}, experts=("b",), trainable=["a.0"]),
         Conversion(swapped={"a.0.w1": "linear"}, one_by_one={"a": "(Block): why"}),
+        Conversion(swapped={"a": "linear"}, loose={"w": "Block, [4, 8, 8]"}, loose_share=0.9),
     ]
     return [(plan, str(plan), plan.warning()) for plan in plans], moefp8.layers.DEFAULT_SKIP
 
