@@ -57,8 +57,8 @@ class Conversion:
         if self.loose:
             matrices = "; ".join(_counted(self.loose))
             sentences.append(
-                f"{self.loose_share:.0%} of the weights besides embeddings stay as they are, as no "
-                f"linear or experts module holds them: {matrices}. {_BY_HAND}"
+                f"{100 * self.loose_share:.0f} % of the weights besides embeddings stay as they "
+                f"are, as no linear or experts module holds them: {matrices}. {_BY_HAND}"
             )
         if self.one_by_one:
             sentences += [

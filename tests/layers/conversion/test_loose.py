@@ -44,7 +44,9 @@ def test_matrices_that_a_block_holds_itself_are_told(kind, what):
     assert plan.loose_share == pytest.approx(share)
     assert f"stays: {what}" in str(plan)
     warning = convert_with_warning(model)
-    assert warning.startswith(f"convert: {share:.0%} of the weights besides embeddings stay")
+    assert warning.startswith(
+        f"convert: {100 * share:.0f} % of the weights besides embeddings stay"
+    )
     assert what in warning
     assert "GroupedExperts.from_weights" in warning
     assert isinstance(model.layers[0]["proj"], FP8Linear)
