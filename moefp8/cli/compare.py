@@ -16,7 +16,13 @@ from typing import Any
 import torch
 
 from ..checkpoint.errors import printable
-from ..checkpoint.files.config import quantization_of, read_config
+from ..checkpoint.files.config import (
+    format_problem,
+    modelopt_quantization,
+    quantization_of,
+    read_config,
+)
+from ..checkpoint.files.safe_read import check_there
 from ..testing.compare import compare_models
 from ..testing.compare_plot import check_plot, draw
 from ..testing.comparison import Comparison
@@ -105,11 +111,14 @@ def lines_of(comparison: Comparison) -> Iterator[str]:
 def _check(arguments: argparse.Namespace) -> None:
     """Refuse what cannot work before models are loaded."""
     for directory in filter(None, (arguments.a, arguments.b)):
+        check_there(Path(directory))
         if not Path(directory).is_dir():
             raise ValueError(f"A and B must be directories with a config.json, got {directory}")
+        if problem := format_problem({"quantization_config": _quantization(directory)}):
+            raise ValueError(f"{directory}: {problem}")
     if arguments.skip and arguments.b:
         raise ValueError("--skip is for A that is quantized as it is loaded; leave B out, or it")
-    if arguments.b is None and _is_fp8(arguments.a):
+    if arguments.b is None and _quantization(arguments.a) is not None:
         raise ValueError(
             f"{arguments.a}: is FP8 already; give what it comes from as A and this as B"
         )
@@ -117,6 +126,11 @@ def _check(arguments: argparse.Namespace) -> None:
         raise ValueError(
             f"--tokens and --length must be at least 2, got {arguments.tokens} and "
             f"{arguments.length}"
+        )
+    if arguments.tokens < arguments.length:
+        raise ValueError(
+            f"--tokens must be at least --length, which is a row of them, got {arguments.tokens} "
+            f"and {arguments.length}; give a larger --tokens or a smaller --length"
         )
     for name, file in (("--json", arguments.json), ("--plot", arguments.plot)):
         if file and (Path(file).is_dir() or not Path(file).absolute().parent.is_dir()):
@@ -150,8 +164,10 @@ def _device(name: str | None) -> str:
     return name
 
 
-def _is_fp8(directory: str) -> bool:
-    return quantization_of(read_config(directory)) is not None
+def _quantization(directory: str) -> Any:
+    """What the directory's files say of quantization, or None."""
+    stated = quantization_of(read_config(directory))
+    return modelopt_quantization(directory) if stated is None else stated
 
 
 def _ids(arguments: argparse.Namespace) -> tuple[torch.Tensor, str]:
@@ -176,8 +192,8 @@ def _ids(arguments: argparse.Namespace) -> tuple[torch.Tensor, str]:
     num_rows = min(arguments.tokens // length, len(ids) // max(1, num_text))
     if num_rows < 1:
         raise ValueError(
-            f"{arguments.text}: must have a row of --length {length} in --tokens "
-            f"{arguments.tokens}, got {len(ids)} {what}; give a longer text or a smaller --length"
+            f"{arguments.text}: must have a row of --length {length}, got {len(ids)} {what}; give "
+            "a longer text or a smaller --length"
         )
     rows = torch.tensor(ids[: num_rows * num_text]).view(num_rows, num_text)
     starts = torch.tensor(start, dtype=torch.int64).expand(num_rows, -1)
@@ -209,7 +225,7 @@ def _load(directory: str, device: str, skip: list[str] | None = None) -> Any:
     options: dict[str, Any] = {}
     if skip is not None:
         options = {"quantization_config": FP8Config(skip)}
-    elif _is_fp8(directory):
+    elif _quantization(directory) is not None:
         options = {"config": pretrained_config(directory)}
     if torch.device(device).type != "cpu":
         options["device_map"] = device

@@ -111,12 +111,16 @@ def test_other_tokenizers_are_refused(checkpoints, text, tmp_path, capsys):
 
 
 WRONG = {
-    "A and B must be directories with a config.json, got nowhere": ["A", "nowhere"],
+    "nowhere: there is no such file or directory": ["A", "nowhere"],
+    r"A and B must be directories with a config.json, got \S+json": ["A", "CONFIG"],
     "B: is FP8 already; give what it comes from as A and this as B": ["B"],
     "--skip is for A that is quantized as it is loaded": ["A", "B", "--skip", "x"],
     "--tokens and --length must be at least 2, got 1 and 1024": ["A", "B", "--tokens", "1"],
-    "must have a row of --length 4000 in --tokens 8192, got 780 bytes": [
+    "must have a row of --length 4000, got 780 bytes.*; give a longer text": [
         *("A", "B", "--length", "4000")
+    ],
+    "--tokens must be at least --length, .* got 512 and 1024; give a larger --tokens": [
+        *("A", "--tokens", "512")
     ],
     "--json must name a file in a directory that is there, got no/x": ["A", "B", "--json", "no/x"],
     "--plot must name a file in a directory that is there, got .": ["A", "B", "--plot", "."],
@@ -130,12 +134,32 @@ WRONG = {
 
 @pytest.mark.parametrize("message", WRONG)
 def test_wrong_input_is_one_sentence(message, checkpoints, text, capsys):
-    names = dict(zip("AB", checkpoints, strict=True))
+    names = {**dict(zip("AB", checkpoints, strict=True)), "CONFIG": f"{checkpoints[0]}/config.json"}
     argv = [names.get(x, x) for x in WRONG[message]]
     assert main(["compare", *argv, "--text", text]) == 1
     error = capsys.readouterr().err
     assert error.startswith("moefp8 compare: ")
     assert re.search(message.replace("B: ", f"{checkpoints[1]}: "), error)
+
+
+MXFP4 = {"quantization_config": {"quant_method": "mxfp4"}}
+NVFP4 = {"quantization": {"quant_algo": "NVFP4"}}
+
+
+@pytest.mark.parametrize("is_b", [False, True])
+@pytest.mark.parametrize(
+    ("file", "facts", "name"),
+    [("config.json", MXFP4, "mxfp4"), ("hf_quant_config.json", NVFP4, "NVFP4")],
+)
+def test_other_formats_are_named(checkpoints, text, tmp_path, capsys, file, facts, name, is_b):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / file).write_text(json.dumps(facts))
+    directories = [checkpoints[0], str(tmp_path)] if is_b else [str(tmp_path)]
+    assert main(["compare", *directories, "--text", text]) == 1
+    error = capsys.readouterr().err
+    assert f"{tmp_path}: {file}: quant_method must be one of fp8, compressed-tensors, " in error
+    assert f"'{name}', a format that moefp8 does not load; " in error
+    assert "FP8 already" not in error
 
 
 def test_a_text_that_is_missing_is_one_sentence(checkpoints, capsys):

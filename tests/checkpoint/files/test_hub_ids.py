@@ -21,7 +21,7 @@ READERS: dict[str, Callable[[str], object]] = {
     "fp8_layers": fp8_layers,
     "read_config": read_config,
 }
-COMMANDS = ["inspect {}", "quantize {} t", "precompile {}", "bench {}"]
+COMMANDS = ["inspect {}", "quantize {} t", "precompile {}", "bench {}", "compare {} --text t"]
 
 
 @pytest.fixture(autouse=True)
