@@ -1,7 +1,9 @@
 """Serve a model whose experts lie on several ranks: each loads its own, and has its own prompts.
 
     torchrun --nproc-per-node 2 examples/serve_parallel.py      # writes a small checkpoint, runs it
-    torchrun --nproc-per-node 8 examples/serve_parallel.py DIR  # any that transformers knows
+    torchrun --nproc-per-node 8 examples/serve_parallel.py DIR  # in FP8, of a model of transformers
+
+`python -m moefp8 quantize` makes an FP8 checkpoint of one in 16 bits.
 
 All but the experts lies on every rank. In each layer of experts, tokens travel to the ranks that
 hold theirs, and back. So all ranks call the model equally often: those whose prompts have ended go
@@ -23,8 +25,17 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils import logging
 
 import moefp8
-from moefp8.checkpoint import LoadReport, fp8_modules
+from moefp8.checkpoint import CheckpointError, LoadReport, fp8_layers, fp8_modules
 from moefp8.distributed import expert_parallel
+
+
+def check(directory: Path) -> None:
+    """Raise CheckpointError, which tells the way out, unless there are experts in FP8."""
+    if not any(isinstance(x, moefp8.GroupedExperts) for x in fp8_layers(directory)):
+        raise CheckpointError(
+            f"{directory}: must have experts in FP8, got other layers alone; give a checkpoint of "
+            "experts that `python -m moefp8 quantize` has made"
+        )
 
 
 def load(directory: Path, mesh: DeviceMesh, device: str) -> tuple[PreTrainedModel, LoadReport]:
@@ -40,6 +51,10 @@ def load(directory: Path, mesh: DeviceMesh, device: str) -> tuple[PreTrainedMode
     return model.eval(), report
 
 
+def has_tokenizer(directory: Path) -> bool:
+    return (directory / "tokenizer_config.json").exists()
+
+
 def prompts_of(
     rank: int, directory: Path, texts: list[str], vocab_size: int
 ) -> dict[str, torch.Tensor]:
@@ -47,7 +62,7 @@ def prompts_of(
 
     A rank that gets no text has a prompt of one token, so that it takes part.
     """
-    if not (directory / "tokenizer_config.json").exists():
+    if not has_tokenizer(directory):
         shape = 1 + rank, 16 + 8 * rank
         random = torch.Generator().manual_seed(rank)
         ids = torch.randint(vocab_size, shape, generator=random)
@@ -102,14 +117,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("checkpoint", type=Path, nargs="?", help="in FP8; default: a small one")
     parser.add_argument(
-        "--prompt", action="append", help="may be repeated; they are dealt to the ranks"
+        "--prompt",
+        action="append",
+        help="may be repeated; they are dealt to the ranks; needs the checkpoint's tokenizer",
     )
     parser.add_argument("--max-new-tokens", type=int, default=16)
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: GPUs if there are any")
     arguments = parser.parse_args()
+    directory = arguments.checkpoint
+    if directory and not directory.is_dir():
+        parser.error(f"checkpoint must be a directory, got {directory}")
+    if arguments.prompt and not (directory and has_tokenizer(directory)):
+        parser.error(
+            "--prompt needs a tokenizer, and there is no tokenizer_config.json in "
+            f"{directory or 'the small checkpoint'}; without --prompt, prompts are random tokens"
+        )
     arguments.prompt = arguments.prompt or ["The key idea of mixture-of-experts models is"]
-    if arguments.checkpoint and not arguments.checkpoint.is_dir():
-        parser.error(f"checkpoint must be a directory, got {arguments.checkpoint}")
+    try:
+        if directory:
+            check(directory)
+    except CheckpointError as error:
+        parser.error(str(error))
     if "LOCAL_RANK" not in os.environ:
         parser.error("start it with torchrun --nproc-per-node N examples/serve_parallel.py")
     number, of_host = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
@@ -123,7 +151,7 @@ def main() -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as scratch:
-        run(arguments.checkpoint or small_checkpoint(Path(scratch)), device, arguments)
+        run(directory or small_checkpoint(Path(scratch)), device, arguments)
         dist.barrier()  # rank 0 keeps what others may be reading
     dist.destroy_process_group()
 

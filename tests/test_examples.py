@@ -12,6 +12,7 @@ import generate
 import pytest
 import torch
 import train
+from safetensors.torch import save_file
 from small_checkpoint import write_small_checkpoint
 
 from benchmarks import report
@@ -148,6 +149,29 @@ def test_serve_parallel_is_started_by_torchrun(run, capsys):
     with pytest.raises(SystemExit):
         run("serve_parallel.py")
     assert "start it with torchrun" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [
+        (torch.ones(8, 8), "nothing in FP8; `python -m moefp8 quantize` makes an FP8 checkpoint"),
+        (torch.ones(8, 8).to(torch.float8_e4m3fn), "must have experts in FP8, got other layers"),
+    ],
+)
+def test_serve_parallel_says_how_experts_get_into_fp8(run, tmp_path, capsys, tensor, message):
+    tensors = {"layers.0.up.weight": tensor}
+    if tensor.dtype == torch.float8_e4m3fn:
+        tensors["layers.0.up.weight_scale_inv"] = torch.ones(1, 1)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(SystemExit):
+        run("serve_parallel.py", str(tmp_path))
+    assert message in capsys.readouterr().err
+
+
+def test_serve_parallel_has_no_use_for_a_prompt_without_a_tokenizer(run, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        run("serve_parallel.py", str(tmp_path), "--prompt", "hello")
+    assert f"there is no tokenizer_config.json in {tmp_path}; " in capsys.readouterr().err
 
 
 def test_the_tables_of_pages_are_those_of_the_results():

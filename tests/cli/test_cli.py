@@ -287,6 +287,7 @@ def test_a_checkpoint_without_fp8_is_refused(tmp_path, capsys):
     errors = capsys.readouterr().err.splitlines()
     assert len(errors) == 2
     assert all(error.startswith("moefp8 precompile: ") for error in errors)
+    assert "`python -m moefp8 quantize` makes an FP8 checkpoint" in errors[0]
 
 
 # quantize

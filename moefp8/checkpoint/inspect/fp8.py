@@ -18,7 +18,7 @@ from ..errors import CheckpointError
 from ..files.config import is_leftover, text_config, told
 from ..files.header import FP8, TORCH_DTYPES, Entry
 from ..files.names import Rename, canonical, renamed, split_expert, weight_of_scale
-from ..files.source import Source, kept_entries, open_source
+from ..files.source import Source, disagreement, kept_entries, open_source
 from ..model.slots import Inventory
 
 _BIASES = "BF16", "F16", "F32"
@@ -104,10 +104,15 @@ def fp8_layers(path: str | os.PathLike[str], top_k: int | None = None) -> Layers
     that is not 1 to the number of experts.
     """
     source = open_source(path)
+    if problem := disagreement(source, source.entries.values()):
+        raise CheckpointError(f"{path}: {problem}")
     weights = _scaled_weights(source).items()
     names = {key: canonical(name) for key, name in weights if source.entries[key].dtype == FP8}
     if not names:
-        raise CheckpointError(f"{path}: no {FP8} weight has scales, so there is nothing in FP8")
+        raise CheckpointError(
+            f"{path}: no {FP8} weight has scales, so there is nothing in FP8; "
+            "`python -m moefp8 quantize` makes an FP8 checkpoint of one in 16 bits"
+        )
     found: dict[tuple[Any, ...], Entry] = {}
     for kind, sizes, bias, entry in _layers(source, names):
         found.setdefault((kind, sizes, bias), entry)
