@@ -1,6 +1,7 @@
 """What commands advise: it works, and errors name options as the command line has them."""
 
 import errno
+import json
 import os
 
 import pytest
@@ -46,6 +47,25 @@ def test_inspect_advises_quantize_where_that_works(kind, tmp_path, capsys):
     if status:
         assert line.partition("refuses it: ")[2] in errors
         assert line.partition("refuses it: ")[2]
+
+
+@pytest.mark.parametrize("kind", ["NVFP4", "MXFP4"])
+def test_a_format_of_config_json_is_told_first_and_alone(kind, tmp_path, capsys):
+    headers_only(tmp_path / "model.safetensors", FOREIGN[kind])
+    config = {"quantization_config": {"quant_method": kind.lower()}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    told = f"config.json: quant_method must be one of fp8, compressed-tensors, but it says {kind}"
+    told = told.replace(kind, f"quant_method '{kind.lower()}', a format that")
+    assert main(["inspect", str(tmp_path)]) == 1
+    errors = capsys.readouterr().out.partition("\nerror: ")[2]
+    assert errors.startswith("another format: config.json\n")
+    assert told in " ".join(errors.split())
+    assert errors.endswith("\n1 errors, 0 notes: load_checkpoint refuses it\n")
+    assert main(["quantize", str(tmp_path), str(tmp_path / "t")]) == 1
+    errors = capsys.readouterr().err
+    assert f"(1 problem):\n  - {told}" in errors
+    assert main(["precompile", str(tmp_path)]) == 1
+    assert f"precompile: {tmp_path}: {told}" in capsys.readouterr().err
 
 
 WRONG = {

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator
 
 from ..errors import quoted
+from ..files.config import format_problem
 from ..files.header import FP8, SCALE_DTYPES, TORCH_DTYPES, Entry
 from ..files.names import folded, has_odd_number, scale_of_weight
 from ..files.source import disagreement
@@ -19,15 +20,21 @@ Faults = Iterator[tuple[Entry, str, str]]  # tensor, the rule that it breaks, an
 
 
 def check_headers(contents: Contents) -> Iterator[Anomaly]:
-    """Check everything that needs no tensor's bytes."""
+    """Check everything that needs no tensor's bytes.
+
+    In another format, which is told first, dtypes and scales are not as FP8 has them.
+    """
+    formats = [*_config(contents)]
+    yield from formats
+    is_other = bool(formats) and format_problem(contents.config) is not None
     for file, problems in contents.scan.problems.items():
         for problem in problems:
             yield Anomaly("error", "the file is broken", str(file), (problem,))
-    for check in (_doubles, _numbers, _dtypes, _pairs, _grids):
+    for check in (_doubles, _numbers, *(() if is_other else (_dtypes, _pairs)), _grids):
         for entry, rule, text in check(contents):
             severity = "note" if entry.key in contents.left_out else "error"
             yield Anomaly(severity, rule, folded(entry.key), (f"{entry}: {text}",))
-    for further in (_config, missing_experts, missing_layers, _lists):
+    for further in (missing_experts, missing_layers, _lists):
         yield from further(contents)
 
 

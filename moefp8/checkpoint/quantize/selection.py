@@ -70,13 +70,13 @@ def _check_skip(source: Source, skip: Sequence[str], skeleton: Skeleton | str) -
 
 
 def _quantized_already(source: Source) -> list[str]:
-    problems = []
     if stated := quantization_of(source.config):
-        problems.append(
+        return [
             disagreement(source, source.entries.values())  # of 16-bit weights it says the way out
             or f"config.json: has a quantization_config ({stated}); give the checkpoint that it "
             "was made from"
-        )
+        ]
+    problems = []
     for key, entry in source.entries.items():
         weight = weight_of_scale(key)
         if entry.dtype not in TORCH_DTYPES or entry.dtype.startswith("F8_"):
