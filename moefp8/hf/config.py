@@ -78,6 +78,8 @@ class FineGrainedFP8Config(transformers.FineGrainedFP8Config):
         self.kept: list[str] | None = None  # what config.json lists as not FP8; None: as stored
         self.says_separate = False  # whether config.json says how gate and up are cut
 
+    __init__.__qualname__ = "FP8Config.__init__"  # as users call it, so Python's errors do
+
     @classmethod
     def of_checkpoint(cls, stored: dict[str, Any]) -> "FineGrainedFP8Config":
         """The config for a checkpoint whose config.json has the `quantization_config` `stored`."""

@@ -10,7 +10,7 @@ OLDEST = (5, 10)  # as pyproject.toml says: since then it asks a quantizer for c
 
 def check() -> None:
     """Raise ImportError where transformers is missing or older than OLDEST."""
-    needed, way_out = ".".join(map(str, OLDEST)), 'pip install --upgrade "moefp8[hf]"'
+    needed, way_out = ".".join(map(str, OLDEST)), "pip install '.[hf]' in a clone"
     if find_spec("transformers") is None:
         raise ImportError(f"moefp8.hf needs transformers >= {needed}: {way_out}")
     from transformers import __version__ as found

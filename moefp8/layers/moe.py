@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from functools import lru_cache
+from inspect import signature
 from threading import get_ident
 from typing import Any
 
@@ -124,6 +125,8 @@ class MoE(nn.Module):
         self.hidden_size = hidden_size
         if shared_expert_gate and not shared_intermediate_size:
             raise ValueError("MoE: shared_expert_gate needs shared_intermediate_size > 0, got 0")
+        if unknown := ", ".join(router.keys() - signature(TopKRouter).parameters.keys()):
+            raise TypeError(f"MoE: keywords must be its own or TopKRouter's, got {unknown}")
         check_limit("MoE", swiglu_limit)
         options: dict[str, Any] = {"swiglu_limit": swiglu_limit, "device": device}
         options |= {"trainable": trainable, "wgrad": wgrad, "dtype": dtype}

@@ -3,6 +3,8 @@
 Hypothesis is imported when a strategy is made, so the rest of `moefp8.testing` works without it.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -11,6 +13,17 @@ from ..routing import TopK
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
+
+
+@contextmanager
+def _way_to_install() -> Iterator[None]:
+    try:
+        yield
+    except ImportError as error:
+        raise ImportError(
+            f"moefp8.testing: strategies need hypothesis ({error}): pip install '.[testing]' in a "
+            "clone"
+        ) from error
 
 
 class Spread(NamedTuple):
@@ -57,7 +70,8 @@ def spread(max_octaves: int = 24) -> "SearchStrategy[Spread]":
 
     Some blocks are zero.
     """
-    from hypothesis import strategies as st
+    with _way_to_install():
+        from hypothesis import strategies as st
 
     return st.builds(
         Spread,
@@ -69,7 +83,8 @@ def spread(max_octaves: int = 24) -> "SearchStrategy[Spread]":
 
 def sizes(max_size: int, min_size: int = 0) -> "SearchStrategy[int]":
     """A length: small, odd, and at, below and above multiples of 128."""
-    from hypothesis import strategies as st
+    with _way_to_install():
+        from hypothesis import strategies as st
 
     multiples = range(0, max_size + 2, 128)
     edges = [n for m in multiples for n in (m - 1, m, m + 1) if min_size <= n <= max_size]
@@ -80,7 +95,8 @@ def gemm_shapes(
     max_m: int = 70, max_n: int = 300, max_k: int = 400
 ) -> "SearchStrategy[tuple[int, int, int]]":
     """(M, N, K), zero included."""
-    from hypothesis import strategies as st
+    with _way_to_install():
+        from hypothesis import strategies as st
 
     return st.tuples(sizes(max_m), sizes(max_n), sizes(max_k))
 
@@ -93,7 +109,8 @@ def routings(
     Ids of a token are distinct. All experts are chosen alike, or some never, or only `top_k` of
     them; with `sentinels`, some choices or all are held elsewhere (id E).
     """
-    from hypothesis import strategies as st
+    with _way_to_install():
+        from hypothesis import strategies as st
 
     if not 1 <= top_k <= num_experts:
         raise ValueError(f"routings: top_k must be in [1, E] = [1, {num_experts}], got {top_k}")

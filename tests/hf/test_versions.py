@@ -40,7 +40,7 @@ def errors(tmp_path_factory) -> list[str]:
 def test_an_older_transformers_is_refused_with_both_versions(errors, version):
     told = errors[VERSIONS.index(version)]
     assert f"moefp8.hf needs transformers >= 5.10, got {version}" in told
-    assert 'pip install --upgrade "moefp8[hf]"' in told
+    assert ": pip install '.[hf]' in a clone" in told
 
 
 def test_a_missing_transformers_is_told(errors):

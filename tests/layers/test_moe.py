@@ -196,3 +196,8 @@ def test_only_kernels_of_ours_run():
     kernels = [event.name for event in profile.events() if "kernel" in event.name.lower()]
     assert any("combine" in name for name in kernels), kernels
     assert not [name for name in kernels if "at::native" in name], kernels
+
+
+def test_an_unknown_keyword_is_told_of_moe():
+    with pytest.raises(TypeError, match=r"^MoE: keywords must be its own .*, got activation$"):
+        MoE(128, 128, 4, 2, activation="gelu")

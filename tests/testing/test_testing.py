@@ -1,5 +1,7 @@
 """Tests of the tests: what a measure must reject, and what the strategies must draw."""
 
+import sys
+
 import pytest
 import torch
 from hypothesis import find
@@ -19,6 +21,7 @@ from moefp8.testing import (
     relative_error,
     routings,
     row_errors,
+    sizes,
     spread,
     teacher_forced,
 )
@@ -401,3 +404,18 @@ def test_strategies_reach_the_hard_cases():
     find(spread(), lambda s: factor_of(s.weight(129, 129)) > 2**10)
     with pytest.raises(ValueError, match="got 7"):
         routings(6, 7)
+
+
+STRATEGIES = {
+    "spread": spread,
+    "sizes": lambda: sizes(9),
+    "gemm_shapes": gemm_shapes,
+    "routings": lambda: routings(4, 2),
+}
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_strategies_say_what_brings_hypothesis(monkeypatch, name):
+    monkeypatch.setitem(sys.modules, "hypothesis", None)
+    with pytest.raises(ImportError, match=r"hypothesis.*: pip install '\.\[testing\]' in a clone"):
+        STRATEGIES[name]()
