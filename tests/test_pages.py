@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import transformers
 
 from moefp8.kernels.jit import max_cache_bytes
 from tests.public import surface
@@ -109,6 +110,15 @@ def test_the_page_quotes_messages_as_the_code_raises_them(texts):
     messages = messages_on_the_page()
     assert len(messages) >= 20
     assert [message for message in messages if not stands_in(texts, message)] == []
+
+
+def test_the_page_quotes_messages_of_transformers_as_it_has_them():
+    quoted = re.findall(r"^\*\*`(.+)`\*\*", TROUBLESHOOTING.read_text(), re.MULTILINE)
+    package = Path(transformers.__file__).parent
+    files = [*package.glob("utils/*.py"), package / "modeling_utils.py"]
+    texts = "".join(file.read_text() for file in files)
+    assert len(quoted) == 2
+    assert [message for message in quoted if message not in texts] == []
 
 
 @pytest.mark.parametrize(
