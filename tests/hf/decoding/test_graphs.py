@@ -256,7 +256,8 @@ def test_refuses_models_that_are_not_captured(models):
         ),
         "rotary embedding changes": lambda x: x.config.rope_parameters.update(rope_type="dynamic"),
         "does not write into": lambda x: x.model.register_forward_pre_hook(
-            lambda _, args, kwargs: (args, kwargs | {cache_name(x): None}), with_kwargs=True
+            lambda _, args, kwargs: (args, kwargs | {cache_name(x): None, "attention_mask": None}),
+            with_kwargs=True,
         ),
     }
     for word, change in ways.items():
