@@ -5,8 +5,10 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from transformers import Cache
 
 from .attention import grouped_attention
+from .layer_cache import with_own_layer
 from .merged import Merged, shared_inputs
 from .replaced import Forward, replaced_forwards
 from .routers import routers_of
@@ -22,13 +24,20 @@ class Fusion:
     - A router's softmax, choice and division are one kernel (`routers`).
     - `torch.compile` fuses what is between these, block by block.
 
-    Blocks are what transformers names in `_no_split_modules`. One by one they take less time than
-    the whole model, since equal ones share their code; Dynamo counts each as a recompilation.
+    Blocks are what transformers names in `_no_split_modules`. Equal ones share their code, as each
+    is given the layer of the cache that is its own, and no number of it.
 
-    run: runs one step, which is observed. backend: of `torch.compile`; None: nothing is compiled.
+    run: runs one step of `cache`, which is observed. backend: of `torch.compile`; None: nothing is
+    compiled.
     """
 
-    def __init__(self, model: Any, run: Callable[[], object], backend: Any = "inductor") -> None:
+    def __init__(
+        self,
+        model: Any,
+        cache: Cache,
+        run: Callable[[], object],
+        backend: Any = "inductor",
+    ) -> None:
         self.model = model
         with shared_inputs(model) as groups, routers_of(model) as routers:
             run()
@@ -40,7 +49,10 @@ class Fusion:
             names = model._no_split_modules or ()
             blocks = [module for module in model.modules() if type(module).__name__ in names]
             options: Any = {"fullgraph": True, "dynamic": False, "backend": backend}
-            self.forwards += [(block, torch.compile(block.forward, **options)) for block in blocks]
+            self.forwards += [
+                (block, with_own_layer(block, cache, torch.compile(block.forward, **options)))
+                for block in blocks
+            ]
 
     def refresh(self) -> None:
         """Copy weights that are merged again: they may have changed in place."""

@@ -52,9 +52,9 @@ class DecodingGraphs:
         compile: whether steps are fused: `torch.compile` makes few kernels of norms, rotary
             embedding and sums; heads that share keys are rows of one product; small FP8 linears
             with one input, such as q, k and v, become one (with a copy of their weights), and so
-            do softmax, choice and division of a router. The first call of each B and L takes some
-            2 s for each block of the model. Logits differ a little from those of `model.generate`,
-            since a compiler rounds less often, and equal scores of experts may be chosen otherwise.
+            do softmax, choice and division of a router. The first call of each B and L compiles
+            each kind of block once. Logits differ a little from those of `model.generate`, since a
+            compiler rounds less often, and equal scores of experts may be chosen otherwise.
         max_graphs: how many graphs, each with its cache, are kept; the one not used for longest
             goes first.
 

@@ -57,7 +57,7 @@ class Step:
             with torch.cuda.stream(side):
                 self._run()
                 if fuse:
-                    self.fusion = Fusion(self.model, self._run)
+                    self.fusion = Fusion(self.model, self.cache, self._run)
                 with self._fused():
                     self._run()
             current.wait_stream(side)
