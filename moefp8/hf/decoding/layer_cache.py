@@ -41,12 +41,11 @@ def with_own_layer(
 
     It is given the cache itself where the block's modules have no number, or several.
     """
-    numbers = {
-        x.layer_idx for x in block.modules() if isinstance(getattr(x, "layer_idx", None), int)
-    }
-    if len(numbers) != 1:
+    indices: list[Any] = [getattr(module, "layer_idx", None) for module in block.modules()]
+    own_indices = [*{index for index in indices if isinstance(index, int)}]
+    if len(own_indices) != 1:
         return forward
-    own = LayerCache(cache.layers[numbers.pop()])
+    own = LayerCache(cache.layers[own_indices[0]])
 
     def given_its_layer(*args: Any, **kwargs: Any) -> Any:
         return forward(*args, **{k: own if x is cache else x for k, x in kwargs.items()})
