@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from benchmarks.circumstances import circumstances, require_gpu
-from benchmarks.model import HF_BF16, HF_FP8, RESULTS, TITLES
+from benchmarks.model import HF_BF16, HF_FP8, MODES, RESULTS, TITLES
 from benchmarks.model.checkpoint import MODELS, write_checkpoint
 from benchmarks.model.providers import PROVIDERS, compile_ahead
 from benchmarks.model.table import tables
@@ -143,13 +143,12 @@ def lines_of_provider(provider: str, found: Found) -> Iterator[str]:
     memory = f", {found['weights_gib']} GiB" if "weights_gib" in found else ""
     yield f"{TITLES[provider]}: loaded in {found['load_s']} s{memory}; {found['all_s']} s in all"
     for name, figures in found["phases"].items():
-        graph, compiled = (
-            figures.get(f"{mode}_ms") or figures.get(f"{mode}_refused", "-")
-            for mode in ("graph", "compiled")
+        eager, graph, compiled = (
+            figures.get(f"{mode}_ms") or figures.get(f"{mode}_refused", "-") for mode in MODES
         )
         moe = f"MoE {figures['moe_ms']} ms, alone {figures['moe_alone_ms']}"
         times = f"graph {graph} ms   compiled {compiled} ms   {figures.get('experts', '')}"
-        yield f"  {name:12} eager {figures['eager_ms']:9.3f} ms   {times}   {moe}"
+        yield f"  {name:12} eager {eager:>9} ms   {times}   {moe}"
     if "ended" in found:
         yield f"  then it ended: {found['ended']}"
 

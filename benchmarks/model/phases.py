@@ -4,7 +4,7 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -113,7 +113,8 @@ def _set_length(cache: StaticCache, length: int) -> None:
 
 
 def measure(model: Any, phase: Phase) -> Figures:
-    """The figures of one phase; what a provider refuses is told in "graph_refused".
+    """The figures of one phase; what a provider refuses is told in "graph_refused", and what it
+    has no memory for as it is called in "eager_refused".
 
     eager_ms, graph_ms: as it is called, and in CUDA graphs. Of a prefill these are a call and a
     replay, medians of many in a row; of decoding, a token of `generate` and of `DecodingGraphs`.
@@ -130,7 +131,10 @@ def measure(model: Any, phase: Phase) -> Figures:
         repeats = max(2, min(phase.room - 2, 20))
         figures["eager_ms"] = _ms(phase, phase.call, repeats, device)
     else:
-        figures["eager_ms"] = _ms_a_token(model.generate, phase.prompts, _MANY_AS_CALLED)
+        try:
+            figures["eager_ms"] = _ms_a_token(model.generate, phase.prompts, _MANY_AS_CALLED)
+        except torch.OutOfMemoryError as error:
+            figures["eager_refused"] = first_line(error)
     if is_gpu:
         figures["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
         try:
@@ -172,10 +176,11 @@ def _in_graphs(model: Any, phase: Phase) -> Figures:
         return {"graph_ms": _ms(phase, replay, max(2, min(phase.room, 50)), model.device)}
     if any(isinstance(module, GroupedExperts) for module in model.modules()):
         return {"graph_ms": _ms_in_graphs(model, phase.prompts)}
-    ways = {}
-    for way in (GROUPED, BATCHED) if phase.num_tokens <= _MOST_BATCHED else (GROUPED,):
-        with decoding_by(model, way):
-            ways[way] = _ms_in_graphs(model, phase.prompts)
+    with decoding_by(model, GROUPED):
+        ways = {GROUPED: _ms_in_graphs(model, phase.prompts)}
+    if phase.num_tokens <= _MOST_BATCHED:
+        with decoding_by(model, BATCHED), suppress(torch.OutOfMemoryError):
+            ways[BATCHED] = _ms_in_graphs(model, phase.prompts)
     way = min(ways, key=lambda way: ways[way])
     return {"graph_ms": ways[way], "experts": way}
 

@@ -175,6 +175,8 @@ def _refusals(rows: list[Row]) -> Iterator[str]:
             if "ended" in found:
                 told[f"{who} ended before all was done: {found['ended']}"] = None
             for phase, figures in found.get("phases", {}).items():
+                if why := figures.get("eager_refused"):
+                    told[f"{who}, {_told(phase)}, does not run as it is called: {why}"] = None
                 if why := figures.get("graph_refused"):
                     told[f"{who}, {_told(phase)}, has no graph: {why}"] = None
                 if why := figures.get("compiled_refused"):
