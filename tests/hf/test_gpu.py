@@ -91,6 +91,17 @@ def test_decoding_graphs_follow_weights_that_move(qwen):
     assert_same(graphs.generate(ids, **OPTIONS, **LOGITS), before)
 
 
+def test_the_only_graph_makes_room_for_another(qwen):
+    """Its memory may outlive it: what cuBLAS takes for itself in a capture, it keeps."""
+    model = pretrained(qwen)
+    graphs = DecodingGraphs(model, max_graphs=1)
+    for ids in prompt().cuda(), prompt()[:1].cuda():
+        torch._C._cuda_clearCublasWorkspaces()  # so that it is taken in this capture
+        expected = by_transformers(model, ids, **OPTIONS, **LOGITS)
+        assert_same(graphs.generate(ids, **OPTIONS, **LOGITS), expected)
+    assert graphs.num_graphs == 1
+
+
 def test_decoding_graphs_sample_and_stream(qwen):
     model, ids, given = pretrained(qwen), prompt()[:1].cuda(), []
     options = OPTIONS | {"do_sample": True, "top_k": 5, "max_new_tokens": 60}

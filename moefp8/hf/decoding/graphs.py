@@ -78,7 +78,7 @@ class DecodingGraphs:
         self.model: Any = model
         self.compile, self.max_graphs = compile, max_graphs
         self._steps: OrderedDict[tuple[int, int, bool], Step] = OrderedDict()
-        self._pool: Any = None
+        self._pool: Any = None  # that of all graphs that are kept
 
     @property
     def num_graphs(self) -> int:
@@ -153,7 +153,8 @@ class DecodingGraphs:
                 self._steps.popitem(last=False)
             step = Step(self.model, *key)
             if self.model.device.type == "cuda":
-                self._pool = self._pool or torch.cuda.graph_pool_handle()
+                if not self._steps:  # a pool whose last graph is gone is not to be used again
+                    self._pool = torch.cuda.graph_pool_handle()
                 # As in `generate`, transformers' own experts run steps otherwise than prompts.
                 with self.model._optimize_model_for_decode():
                     step.capture(self._pool, fuse=self.compile)
