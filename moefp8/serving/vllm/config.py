@@ -1,0 +1,37 @@
+"""Where vLLM asks for the method of an FP8 layer, and what it gets from us."""
+
+from typing import Any
+
+from vllm.model_executor.kernels.linear import _POSSIBLE_FP8_BLOCK_KERNELS
+from vllm.model_executor.layers.quantization import register_quantization_config
+from vllm.model_executor.layers.quantization.fp8 import Fp8Config, Fp8MoEMethod
+from vllm.platforms import current_platform
+
+from .experts import MoEFP8ExpertsMethod
+from .linear import MoEFP8LinearKernel
+from .model import ServedModel
+
+
+class MoEFP8Config(Fp8Config):
+    """vLLM's FP8 config; MoE layers that fit have our method, others that of vLLM."""
+
+    def get_quant_method(self, layer: Any, prefix: str) -> Any:
+        method: Any = super().get_quant_method(layer, prefix)
+        if type(method) is not Fp8MoEMethod:
+            return method
+        served = ServedModel.current()
+        if reason := MoEFP8ExpertsMethod.why_not(method, layer):
+            served.leave("expert layers", reason)
+            return method
+        return MoEFP8ExpertsMethod(self, layer, served)
+
+
+def register_layers() -> None:
+    """Put our classes before vLLM's own; calling it twice changes nothing.
+
+    vLLM has no public way to add a kernel for linears with blocks of scales.
+    """
+    register_quantization_config("fp8")(MoEFP8Config)
+    kernels = _POSSIBLE_FP8_BLOCK_KERNELS.setdefault(current_platform._enum, [])
+    if MoEFP8LinearKernel not in kernels:
+        kernels.insert(0, MoEFP8LinearKernel)

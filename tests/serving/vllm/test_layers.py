@@ -1,0 +1,223 @@
+"""Layers of vLLM have the bits of ours, on a CPU and, by hand, on a GPU."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from moefp8 import FP8Linear, GroupedExperts
+from moefp8.quant import quantize_128x128
+
+E, H, I, K = 8, 256, 128, 2
+BLOCKS = {"is_checkpoint_fp8_serialized": True, "weight_block_size": [128, 128]}
+
+
+@pytest.fixture
+def device():
+    from vllm.platforms import current_platform
+
+    return torch.device(current_platform.device_type)
+
+
+@pytest.fixture
+def config(worker):
+    from moefp8.serving.vllm.config import MoEFP8Config
+
+    worker.quant_config = MoEFP8Config(**BLOCKS)
+    worker.model_config = SimpleNamespace(architectures=["Made"], dtype=torch.bfloat16)
+    yield worker.quant_config
+    worker.quant_config = worker.model_config = None
+
+
+def made(config, device, num_experts=E, **options):
+    """vLLM's layer of experts, which asks the config for its method."""
+    from vllm.model_executor.layers.fused_moe import layer
+
+    make = getattr(layer, "FusedMoEFactory", None) or layer.FusedMoE
+    sizes = {"num_experts": num_experts, "top_k": K, "hidden_size": H, "intermediate_size": I}
+    with device:
+        runner = make(
+            **sizes,
+            params_dtype=torch.bfloat16,
+            quant_config=config,
+            prefix=f"layers.{made.count}.mlp.experts",
+            **options,
+        )
+    made.count += 1
+    return runner.routed_experts
+
+
+made.count = 0
+
+
+def load(routed, ours: GroupedExperts) -> None:
+    routed.w13_weight.data = ours.gate_up_proj.data.clone()
+    routed.w13_weight_scale_inv.data = ours.gate_up_proj_scale_inv.data.clone()
+    routed.w2_weight.data = ours.down_proj.data.clone()
+    routed.w2_weight_scale_inv.data = ours.down_proj_scale_inv.data.clone()
+    routed.quant_method.process_weights_after_loading(routed)
+
+
+def drawn(device, num_tokens=40):
+    generator = torch.Generator().manual_seed(num_tokens)
+    x = torch.randn(num_tokens, H, generator=generator).bfloat16()
+    scores, ids = torch.rand(num_tokens, E, generator=generator).topk(K)
+    return x.to(device), scores.to(device), ids.int().to(device)
+
+
+def apply(routed, x, scores, ids):
+    return routed.quant_method.apply(routed, x, scores, ids, None, None)
+
+
+@pytest.mark.parametrize("limit", [None, 0.5])
+def test_experts_have_the_bits_of_grouped_experts(config, device, limit):
+    ours = GroupedExperts(E, H, I, swiglu_limit=limit, device=device)
+    routed = made(config, device, swiglu_limit=limit)
+    assert type(routed.quant_method).__name__ == "MoEFP8ExpertsMethod"
+    load(routed, ours)
+    x, scores, ids = drawn(device)
+    assert torch.equal(apply(routed, x, scores, ids), ours(x, ids, scores))
+
+
+MAPS = {
+    "the second half": [-1, -1, -1, -1, 0, 1, 2, 3],
+    "one of two": [0, -1, 1, -1, 2, -1, 3, -1],
+    "a range in another order": [-1, 3, 2, 1, 0, -1, -1, -1],
+    "none": [-1] * 8,
+}
+
+
+@pytest.mark.parametrize("name", MAPS)
+@pytest.mark.parametrize("changes", [False, True])
+def test_experts_of_a_rank(config, device, name, changes):
+    """changes: whether vLLM puts another map there after it has loaded weights."""
+    ours, expert_map = GroupedExperts(4, H, I, device=device), torch.tensor(MAPS[name])
+    routed = made(config, device)
+    routed._expert_map = (expert_map.flip(0) if changes else expert_map).to(device)
+    load(routed, ours)
+    routed._expert_map = expert_map.to(device) if changes else routed._expert_map
+    x, scores, ids = drawn(device)
+    local = expert_map.to(device)[ids.long()]
+    elsewhere = local < 0
+    expected = ours(x, local.masked_fill(elsewhere, 4), scores.masked_fill(elsewhere, 0))
+    assert torch.equal(apply(routed, x, scores, ids), expected)
+
+
+def test_the_modular_kernel_s_experts_have_the_same_bits(config, device):
+    """They run where tokens travel between ranks; -1 marks a choice that is none."""
+    ours, routed = GroupedExperts(4, H, I, device=device), made(config, device)
+    expert_map = torch.tensor(MAPS["one of two"], device=device)
+    load(routed, ours)
+    x, scores, ids = drawn(device)
+    ids[0, 0] = -1
+    output = torch.full_like(x, torch.nan)
+    kernel = routed.quant_method.moe_kernel.impl.fused_experts
+    kernel.apply(
+        output=output,
+        hidden_states=x,
+        w1=routed.w13_weight,
+        w2=routed.w2_weight,
+        topk_weights=scores,
+        topk_ids=ids,
+        activation=routed.activation,
+        global_num_experts=E,
+        expert_map=expert_map,
+        a1q_scale=None,
+        a2_scale=None,
+        workspace13=None,
+        workspace2=None,
+        expert_tokens_meta=None,
+        apply_router_weight_on_input=False,
+    )
+    local = torch.where(ids < 0, -1, expert_map[ids.long()])
+    elsewhere = local < 0
+    expected = ours(x, local.masked_fill(elsewhere, 4), scores.masked_fill(elsewhere, 0))
+    assert torch.equal(output, expected)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_linears_have_the_bits_of_ours(config, device, bias):
+    from vllm.model_executor.layers.linear import ReplicatedLinear
+
+    ours = FP8Linear(H, 384, bias=bias, device=device)
+    with device:
+        theirs = ReplicatedLinear(
+            H, 384, bias=bias, params_dtype=torch.bfloat16, quant_config=config, prefix="a"
+        )
+    assert type(theirs.quant_method.fp8_linear).__name__ == "MoEFP8LinearKernel"
+    theirs.weight.data.copy_(ours.weight.data)
+    theirs.weight_scale_inv.data.copy_(ours.weight_scale_inv.data)
+    if bias:
+        theirs.bias.data.copy_(ours.bias.data.normal_())
+    theirs.quant_method.process_weights_after_loading(theirs)
+    x = torch.randn(2, 5, H, device=device).bfloat16()
+    assert torch.equal(theirs(x)[0], ours(x))
+
+
+def test_scales_that_are_powers_of_two_in_8_bits(config, device):
+    """As DeepSeek's newest checkpoints store them."""
+    from vllm.model_executor.layers.linear import ReplicatedLinear
+
+    config.is_scale_e8m0 = True
+    with device:
+        theirs = ReplicatedLinear(
+            H, 384, bias=False, params_dtype=torch.bfloat16, quant_config=config, prefix="b"
+        )
+    codes, scales = quantize_128x128(torch.randn(384, H, device=device))
+    exponents = torch.randint(120, 132, scales.shape, dtype=torch.uint8, device=device)
+    scales = exponents.view(torch.float8_e8m0fnu)
+    theirs.weight.data.copy_(codes)
+    theirs.weight_scale_inv.data.copy_(scales)
+    theirs.quant_method.process_weights_after_loading(theirs)
+    ours = FP8Linear(H, 384, bias=False, device=device)
+    ours.weight.data.copy_(codes)
+    ours.weight_scale_inv.data.copy_(scales.float())
+    x = torch.randn(5, H, device=device).bfloat16()
+    assert torch.equal(theirs(x)[0], ours(x))
+
+
+def test_each_reason_to_leave_experts_to_vllm_is_told(config, device):
+    from vllm.model_executor.layers.quantization.fp8 import Fp8MoEMethod
+
+    from moefp8.serving.vllm.experts import MoEFP8ExpertsMethod
+
+    routed = made(config, device)
+    why_not = MoEFP8ExpertsMethod.why_not
+    method = Fp8MoEMethod(config, routed)
+    assert why_not(method, routed) is None
+    for attributes, layer, reason in (
+        ({"moe_backend": "triton"}, {}, "moe_backend is triton"),
+        ({"has_bias": True}, {}, "experts have biases"),
+        ({"is_lora_enabled": True}, {}, "LoRA"),
+        ({}, {"swiglu_alpha": 1.7}, "swiglu_alpha is 1.7"),
+        ({}, {"swiglu_beta": 1.0}, "swiglu_beta is 1.0"),
+    ):
+        method = Fp8MoEMethod(config, routed)
+        before = {**vars(method.moe)}
+        vars(method.moe).update(attributes)
+        vars(routed).update(layer)
+        assert reason in why_not(method, routed)
+        vars(method.moe).update(before)
+        vars(routed).update(dict.fromkeys(layer))
+
+
+def test_linears_with_other_blocks_stay(config, device, caplog):
+    from vllm.model_executor.layers.quantization.utils.quant_utils import (
+        GroupShape,
+        create_fp8_quant_key,
+    )
+
+    from moefp8.serving.vllm.linear import MoEFP8LinearKernel
+
+    def can(weights, activations):
+        keys = {
+            "weight_quant_key": create_fp8_quant_key(True, GroupShape(*weights)),
+            "activation_quant_key": create_fp8_quant_key(False, GroupShape(*activations)),
+        }
+        return MoEFP8LinearKernel.can_implement(SimpleNamespace(**keys))
+
+    assert can((128, 128), (1, 128)) == (True, None)
+    assert can((64, 64), (1, 64)) == (
+        False,
+        "blocks are (64, 64) of weights and (1, 64) of activations",
+    )
