@@ -184,3 +184,11 @@ def test_every_table_has_one_place():
     for name in report.TABLES:
         assert text.count(f"<!-- {name} -->\n") == text.count(f"<!-- /{name} -->\n") == 1
     assert text.count("<!-- /") == len(report.TABLES)
+
+
+def test_serve_vllm_says_what_it_needs(run, monkeypatch, capsys):
+    monkeypatch.setenv("MOEFP8_VLLM", "0")  # it sets it, and the variable is as before afterwards
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(SystemExit):
+        run("serve_vllm.py", "DIR")
+    assert "; pip install vllm" in capsys.readouterr().err

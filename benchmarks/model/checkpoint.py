@@ -183,11 +183,11 @@ def tensors_of(config: PretrainedConfig) -> Iterator[Tensor]:
             for expert, half in product(range(num_experts), halves):
                 key = f"{module}.{expert}.{half}.weight"
                 yield from _fp8(key, (rows // len(halves), columns))
-        elif module in linears:
+        elif module in linears and leaf == "weight":
             yield from _fp8(name, tuple(tensor.shape))
         elif tensor.ndim == 1:
             is_norm = leaf == "weight"
-            dtype = torch.bfloat16 if is_norm else torch.float32
+            dtype = torch.bfloat16 if is_norm or module in linears else torch.float32
             yield Tensor(name, dtype, tuple(tensor.shape), float(is_norm), 0.02)
         else:
             std = 1.0 if "embed" in module else tensor.shape[-1] ** -0.5
@@ -220,9 +220,11 @@ def write_checkpoint(
     num_bytes = sum(tensor.num_bytes for tensor in tensors)
     by_key = {x.key: name for name, shard in zip(names, shards, strict=True) for x in shard}
     write_index(directory, by_key, num_bytes)
-    kept = [x.key.removesuffix(".weight") for x in tensors if x.dtype == torch.bfloat16]
+    weights = (x.key for x in tensors if x.dtype == torch.bfloat16 and x.key.endswith(".weight"))
+    kept = [key.removesuffix(".weight") for key in weights]
     quantization = {**FP8_QUANTIZATION, "modules_to_not_convert": kept}
-    write_json(directory / "config.json", config.to_dict() | {"quantization_config": quantization})
+    about = {"architectures": [type(on_meta(config)).__name__], "quantization_config": quantization}
+    write_json(directory / "config.json", config.to_dict() | about)
     return num_bytes
 
 

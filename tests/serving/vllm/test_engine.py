@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,19 +25,49 @@ import json, sys
 from vllm import LLM, SamplingParams
 
 if __name__ == "__main__":
-    path, prompts, options = sys.argv[1], *map(json.loads, sys.argv[2:])
+    paths, prompts, options = map(json.loads, sys.argv[1:])
     llm = LLM(
-        path, skip_tokenizer_init=True, max_model_len=128, max_num_batched_tokens=256,
-        max_num_seqs=4, dtype="bfloat16", **options,
+        paths[0], skip_tokenizer_init=True, max_model_len=128, max_num_batched_tokens=256,
+        max_num_seqs=4, dtype="bfloat16", enable_prefix_caching=False, **options,
     )
     sampling = SamplingParams(max_tokens=2, temperature=0, prompt_logprobs=0, detokenize=False)
-    outputs = llm.generate([{"prompt_token_ids": x} for x in prompts], sampling, use_tqdm=False)
-    scores = [
-        [each[token].logprob for each, token in zip(y.prompt_logprobs[1:], y.prompt_token_ids[1:])]
-        for y in outputs
-    ]
-    print("\\nscores:" + json.dumps(scores))
+    inputs = [{"prompt_token_ids": x} for x in prompts]
+    for i, path in enumerate(paths):
+        if i:
+            llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
+        scores = [
+            [x[id].logprob for x, id in zip(y.prompt_logprobs[1:], y.prompt_token_ids[1:])]
+            for y in llm.generate(inputs, sampling, use_tqdm=False)
+        ]
+        print("\\nscores:" + json.dumps(scores))
 """
+
+
+def scores_of_engine(
+    paths: list[Path], prompts: torch.Tensor, options: dict[str, Any]
+) -> tuple[list[torch.Tensor], str]:
+    """Log-probabilities of the prompts' tokens with each checkpoint in turn, and the log.
+
+    The engine starts with the first one; weights of the others are loaded into it.
+    """
+    environment = {
+        **os.environ,
+        "MOEFP8_VLLM": "1",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    arguments = map(json.dumps, ([str(x) for x in paths], prompts.tolist(), options))
+    done = subprocess.run(
+        [sys.executable, "-c", ENGINE, *arguments], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = (x for x in done.stdout.splitlines() if x.startswith("scores:"))
+    scores = [torch.tensor(json.loads(x.removeprefix("scores:"))) for x in lines]
+    return scores, done.stdout + done.stderr
 
 
 COMMON = {
@@ -47,11 +79,15 @@ COMMON = {
     "num_attention_heads": 4,
     "num_experts_per_tok": 4,
 }
+EAGER = {"enforce_eager": True}
 GROUPS = {"n_routed_experts": 16, "n_shared_experts": 1, "first_k_dense_replace": 1}
 LATENT = {"q_lora_rank": 128, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "v_head_dim": 128}
 HEADS = {"num_key_value_heads": 2, "head_dim": 64}
 CONFIGS = {
     "qwen3": lambda: Qwen3MoeConfig(**COMMON, **HEADS, num_experts=16),
+    "wide": lambda: Qwen3MoeConfig(
+        **COMMON | {"moe_intermediate_size": 256}, **HEADS | {"head_dim": 128}, num_experts=16
+    ),
     "glm4": lambda: Glm4MoeConfig(**COMMON, **GROUPS, **HEADS, attention_bias=True),
     "deepseek": lambda: DeepseekV3Config(
         **COMMON, **GROUPS, **LATENT, n_group=4, topk_group=2, topk_method="noaux_tc"
@@ -59,50 +95,51 @@ CONFIGS = {
 }
 LAYERS = {
     "qwen3": "6 linears, 3 expert layers of Qwen3MoeForCausalLM",
+    "wide": "6 linears, 3 expert layers of Qwen3MoeForCausalLM",
     "glm4": "12 linears, 2 expert layers of Glm4MoeForCausalLM",
     "deepseek": "18 linears, 2 expert layers of DeepseekV3ForCausalLM",
 }
+
+
+def write(directory: Path, family: str, seed: int = 0) -> tuple[Path, Path]:
+    """A checkpoint in BF16, and the same in FP8."""
+    torch.manual_seed(seed)
+    plain, path = (directory / f"{name}-{seed}" for name in ("bf16", "fp8"))
+    model = AutoModelForCausalLM.from_config(CONFIGS[family](), dtype=torch.bfloat16)
+    for weight in model.parameters():
+        if weight.ndim > 1:
+            torch.nn.init.normal_(weight, std=0.05)
+    model.save_pretrained(plain)
+    quantize_checkpoint(plain, path)
+    return plain, path
+
+
+def drawn_prompts() -> torch.Tensor:
+    return torch.randint(2, 300, (4, 60), generator=torch.Generator().manual_seed(0))
+
+
 # How far vLLM may be from BF16, times as far as transformers with our plug-in. vLLM's own BF16 of
 # DeepSeek is as far from that of transformers as FP8 is.
-FACTORS = {"qwen3": 1.3, "glm4": 1.3, "deepseek": 2.0}
+FACTORS = {"qwen3": 1.3, "wide": 1.3, "glm4": 1.3, "deepseek": 2.0}
 
 
 @pytest.mark.parametrize(
     ("family", "options"),
-    [("qwen3", {"enforce_eager": True}), ("qwen3", {}), ("glm4", {}), ("deepseek", {})],
+    [
+        ("qwen3", {}),
+        ("glm4", {}),
+        ("deepseek", EAGER),
+        ("wide", EAGER | {"tensor_parallel_size": 2}),
+        ("wide", EAGER | {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
+    ],
 )
 def test_log_probabilities_are_those_of_transformers(tmp_path, family, options):
     """As near as two orders of sums are; and the log says what runs on moefp8."""
     pytest.importorskip("vllm")
-    torch.manual_seed(0)
-    plain, path = tmp_path / "bf16", tmp_path / "fp8"
-    model = AutoModelForCausalLM.from_config(CONFIGS[family](), dtype=torch.bfloat16)
-    for weight in model.parameters():
-        torch.nn.init.normal_(weight, std=0.05) if weight.ndim > 1 else None
-    model.save_pretrained(plain)
-    quantize_checkpoint(plain, path)
-    generator = torch.Generator().manual_seed(0)
-    prompts = torch.randint(2, 300, (4, 60), generator=generator)
-    environment = {
-        **os.environ,
-        "MOEFP8_VLLM": "1",
-        "PYTHONPATH": os.pathsep.join(sys.path),
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
-    script = tmp_path / "engine.py"
-    script.write_text(ENGINE)
-    command = [sys.executable, str(script), str(path), json.dumps(prompts.tolist())]
-    done = subprocess.run(
-        [*command, json.dumps(options)], env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    log = done.stdout + done.stderr
+    plain, path = write(tmp_path, family)
+    prompts = drawn_prompts()
+    (scores,), log = scores_of_engine([path], prompts, options)
     assert f"moefp8 runs {LAYERS[family]}" in log
-    (line,) = (x for x in done.stdout.splitlines() if x.startswith("scores:"))
-    scores = torch.tensor(json.loads(line.removeprefix("scores:")))
 
     def scores_of(directory, **arguments) -> torch.Tensor:
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16, **arguments)
@@ -116,3 +153,14 @@ def test_log_probabilities_are_those_of_transformers(tmp_path, family, options):
     exact = scores_of(plain)
     ours = scores_of(path, quantization_config=FP8Config())
     assert off(scores) < FACTORS[family] * off(ours)
+
+
+def test_weights_that_are_loaded_while_it_serves(tmp_path):
+    """As those of an engine that starts with them, to the bit, and back."""
+    pytest.importorskip("vllm")
+    paths, options = [write(tmp_path, "qwen3", seed)[1] for seed in (0, 1)], {}
+    (first, second, again), _ = scores_of_engine([*paths, paths[0]], drawn_prompts(), options)
+    (fresh,), _ = scores_of_engine(paths[1:], drawn_prompts(), options)
+    assert torch.equal(second, fresh)
+    assert torch.equal(again, first)
+    assert not torch.equal(second, first)
