@@ -49,6 +49,7 @@ ALLOWED = {
         *("kernels", "quant", "routing", "functional", "layers", "distributed", "checkpoint"),
         "hf",
     },
+    "serving": {"kernels", "functional", "layers", "precompile", "system", "serving"},
     "__main__": {"cli"},
 }
 OUTSIDE = {"torch", "cuda", "einops", "safetensors", "hypothesis"}
@@ -60,6 +61,7 @@ ALSO = {  # a room or a file -> what it may import besides
     "compare.py": {"transformers"},
     "compare_plot.py": {"matplotlib"},
     "peft.py": {"peft"},
+    "serving": {"vllm"},
 }
 
 
