@@ -1,0 +1,1 @@
+"""Plug-ins that let serving engines run their FP8 layers on moefp8."""
