@@ -8,7 +8,7 @@ from typing import Any
 from sglang.srt.layers.moe.moe_runner import base, runner
 from sglang.srt.layers.moe.moe_runner.runner import MoeRunner
 from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput
-from sglang.srt.layers.moe.utils import get_moe_a2a_backend
+from sglang.srt.layers.moe.utils import get_moe_a2a_backend, get_moe_runner_backend
 from sglang.srt.runtime_context import get_exec, get_lora
 from sglang.srt.utils import is_cpu
 
@@ -27,7 +27,7 @@ def why_not_experts(method: Any, layer: Any, config: Any) -> str | None:
         (not method.is_fp4_expert, "its experts are FP4"),
         (
             not method.use_mxfp8 and method.weight_block_size == [128, 128],
-            f"its blocks are {method.weight_block_size}",
+            f"weight_block_size is {method.weight_block_size}",
         ),
         (
             get_moe_a2a_backend().is_none(),
@@ -35,7 +35,7 @@ def why_not_experts(method: Any, layer: Any, config: Any) -> str | None:
         ),
         (
             own is not None and own.runner_backend.is_triton(),
-            f"--moe-runner-backend is {get_exec().moe.moe_runner_backend}",
+            f"--moe-runner-backend is {get_moe_runner_backend().value}",
         ),
         (
             config.activation == "silu" and config.is_gated and config.gemm1_alpha is None,

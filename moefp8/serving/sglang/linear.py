@@ -15,7 +15,7 @@ def why_not_linear(method: Any, layer: Any) -> str | None:
     if not method.is_checkpoint_fp8_serialized:
         return "its checkpoint is not FP8"
     if method.use_mxfp8 or method.weight_block_size != [128, 128]:
-        return f"its blocks are {method.weight_block_size}"
+        return f"weight_block_size is {method.weight_block_size}"
     if method.use_marlin:
         return "Marlin is on"
     backend = get_exec().kernel.fp8_gemm_runner_backend

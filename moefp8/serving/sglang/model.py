@@ -40,8 +40,8 @@ def begin_to_compile(model: nn.Module) -> CompileAhead | None:
     if not ours or next(ours[0].parameters()).device.type != "cuda":
         return None
     if model not in _compilers:
-        dtypes = [x.orig_dtype if _decisions[x][0] == LINEARS else x.params_dtype for x in ours]
-        _compilers[model] = CompileAhead(max_tokens(), dtypes[0])
+        first: Any = ours[0]
+        _compilers[model] = CompileAhead(max_tokens(), first.params_dtype)
     for layer in ours:
         _ask(_compilers[model], layer)
     return _compilers[model]

@@ -1,0 +1,120 @@
+"""SGLang on a CPU: enough of it to make its layers, with stand-ins for packages of kernels."""
+
+import importlib.abc
+import importlib.machinery
+import sys
+import types
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# What SGLang imports and layers on a CPU do not call.
+PACKAGES = ("IPython", "sgl_kernel", "soundfile", "torchaudio", "torchvision")
+BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+
+
+class _Name(type):
+    """A name in a package that is not there; so are all names in it."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        value = _Name(name, (), {})
+        setattr(cls, name, value)
+        return value
+
+
+class StandIn(types.ModuleType):
+    """A package in which every name exists."""
+
+    __path__: Sequence[str] = ()
+    __version__ = "99.0"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        value = _Name(name, (), {"__module__": self.__name__})
+        setattr(self, name, value)
+        return value
+
+
+class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds stand-ins for packages that are not installed."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name.partition(".")[0] in PACKAGES:
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+        return None
+
+    def create_module(self, spec: Any) -> types.ModuleType:
+        return StandIn(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        pass
+
+
+def is_here() -> bool:
+    """Whether SGLang is installed, if without its kernels."""
+    return find_spec("sglang") is not None
+
+
+@contextmanager
+def started(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A process of SGLang, the only rank, with the plug-in. folder: an empty one."""
+    sys.meta_path.append(Finder())
+    from sglang.srt import distributed
+    from sglang.srt.model_executor.model_runner import ModelRunner
+    from sglang.srt.plugins.hook_registry import HookRegistry
+    from sglang.srt.runtime_context import get_context
+
+    from moefp8.serving.sglang import register
+
+    monkeypatch.setattr(ModelRunner, "load_model", lambda self: None)  # it would need a server
+    with get_context().override_server_args(device="cpu"):
+        distributed.init_distributed_environment(
+            world_size=1,
+            rank=0,
+            local_rank=0,
+            distributed_init_method=f"file://{folder}/store",
+            backend="gloo",
+        )
+        distributed.initialize_model_parallel()
+        monkeypatch.setenv("MOEFP8_SGLANG", "1")
+        register()
+        HookRegistry.apply_hooks()
+        yield
+        distributed.destroy_model_parallel()
+        distributed.destroy_distributed_environment()
+
+
+@contextmanager
+def rank(place: int = 0, of: int = 1, experts: str = "tp") -> Iterator[None]:
+    """Let SGLang make layers of one rank of several, of which there is no other.
+
+    experts: "ep" if ranks have whole experts, "tp" if each has a part of every expert.
+    """
+    from sglang.srt.runtime_context import get_parallel
+
+    other = {"tp": "ep", "ep": "tp"}[experts]
+    group = types.SimpleNamespace(world_size=of, rank_in_group=place)
+    fields: dict[str, Any] = {
+        **{"tp_rank": place, "attn_tp_rank": place, f"moe_{experts}_rank": place},
+        **{"tp_size": of, "attn_tp_size": of, f"moe_{experts}_size": of},
+        **{f"moe_{other}_rank": 0, f"moe_{other}_size": 1},
+    }
+    if of > 1:
+        alone = types.SimpleNamespace(world_size=1, rank_in_group=0)
+        fields |= {"tp_group": group, "attn_tp_group": group}
+        fields |= {"moe_ep_group": group if experts == "ep" else alone}
+    with get_parallel().override(**fields):
+        yield
+
+
+def config(**fields: Any) -> Any:
+    from sglang.srt.layers.quantization.fp8 import Fp8Config
+
+    return Fp8Config.from_config(BLOCKS | fields)
