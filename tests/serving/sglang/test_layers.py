@@ -16,7 +16,7 @@ from moefp8 import FP8Linear, GroupedExperts
 from tests.serving.sglang import engine
 
 pytestmark = pytest.mark.skipif(not engine.is_here(), reason="SGLang is not installed")
-T, TOP_K, E, H, I = 7, 2, 4, 256, 384  # noqa: E741
+T, TOP_K, E, H, I = 7, 2, 4, 256, 384
 
 
 @pytest.fixture(scope="module", autouse=True)
