@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 # What SGLang imports and layers on a CPU do not call.
-PACKAGES = ("IPython", "sgl_kernel", "soundfile", "torchaudio", "torchvision")
+PACKAGES = ("IPython", "sgl_kernel", "soundfile", "torchaudio", "torchvision", "vllm")
 BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 
 
@@ -105,6 +105,7 @@ def rank(place: int = 0, of: int = 1, experts: str = "tp") -> Iterator[None]:
         **{"tp_rank": place, "attn_tp_rank": place, f"moe_{experts}_rank": place},
         **{"tp_size": of, "attn_tp_size": of, f"moe_{experts}_size": of},
         **{f"moe_{other}_rank": 0, f"moe_{other}_size": 1},
+        **{"pp_rank": 0, "attn_dp_rank": 0, "attn_cp_rank": 0, "attn_dp_size": 1},
     }
     if of > 1:
         alone = types.SimpleNamespace(world_size=1, rank_in_group=0)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+import moefp8
 from moefp8 import FP8Linear, GroupedExperts
 from tests.serving.sglang import engine
 
@@ -221,6 +222,40 @@ def test_compiled_layers_have_no_breaks_and_the_same_bits():
     x = tokens()
     with torch.inference_mode():
         assert torch.equal(compiled(x), made(x)[0])
+
+
+def test_a_checkpoint_that_sglang_loads(tmp_path, caplog):
+    from sglang.srt.configs.device_config import DeviceConfig
+    from sglang.srt.configs.load_config import LoadConfig
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.model_loader import get_model
+    from small_checkpoint import small_config
+    from transformers import AutoModelForCausalLM
+
+    config = small_config("qwen3_moe")
+    config.moe_intermediate_size, config.architectures = 256, ["Qwen3MoeForCausalLM"]
+    original = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    original.save_pretrained(tmp_path / "bf16")
+    moefp8.checkpoint.quantize_checkpoint(tmp_path / "bf16", tmp_path / "fp8")
+
+    served = get_model(
+        model_config=ModelConfig(str(tmp_path / "fp8")),
+        load_config=LoadConfig(),
+        device_config=DeviceConfig("cpu"),
+    )
+    assert log_line(caplog, served) == "moefp8 runs 6 linears, 3 MoE layers of ModuleList"
+
+    moefp8.convert(original)  # to the same codes
+    x, (ids, scores) = tokens(), choices()
+    for ours, theirs in zip(original.model.layers, served.model.layers, strict=True):
+        attention, made = ours.self_attn, theirs.self_attn
+        qkv = [
+            projection(x) for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
+        ]
+        assert torch.equal(made.qkv_proj(x)[0], torch.cat(qkv, 1))
+        assert torch.equal(made.o_proj(x)[0], attention.o_proj(x))
+        y = run(theirs.mlp.experts, x, ids, scores)
+        assert torch.equal(y, ours.mlp.experts(x, ids, scores))
 
 
 # ---- What stays with SGLang ----
