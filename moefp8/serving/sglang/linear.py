@@ -47,4 +47,4 @@ def block_linear(
             "only for linears of its own; unset SGLANG_OPT_MOE_QUANT_ONCE"
         )
     y = fp8_linear(input.reshape(-1, input.shape[-1]), weight, weight_scale, bias)
-    return y.to(input.dtype).view(*input.shape[:-1], weight.shape[0])
+    return y.to(input.dtype).view(*input.shape[:-1], y.shape[1])

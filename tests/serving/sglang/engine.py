@@ -1,4 +1,8 @@
-"""SGLang on a CPU: enough of it to make its layers, with stand-ins for packages of kernels."""
+"""Enough of SGLang to make its layers, with stand-ins for packages that these do not call.
+
+What must be there is SGLang's own Python and what else it imports, in the versions that it pins;
+its kernels need not be, neither on a CPU nor on a GPU.
+"""
 
 import importlib.abc
 import importlib.machinery
@@ -11,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-# What SGLang imports and layers on a CPU do not call.
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# What SGLang imports and its layers do not call.
 PACKAGES = ("IPython", "sgl_kernel", "soundfile", "torchaudio", "torchvision", "vllm")
 BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 
@@ -74,19 +80,20 @@ def started(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     from moefp8.serving.sglang import register
 
     monkeypatch.setattr(ModelRunner, "load_model", lambda self: None)  # it would need a server
-    with get_context().override_server_args(device="cpu"):
+    with get_context().override_server_args(device=DEVICE):
         distributed.init_distributed_environment(
             world_size=1,
             rank=0,
             local_rank=0,
             distributed_init_method=f"file://{folder}/store",
-            backend="gloo",
+            backend="nccl" if DEVICE == "cuda" else "gloo",
         )
         distributed.initialize_model_parallel()
         monkeypatch.setenv("MOEFP8_SGLANG", "1")
         register()
         HookRegistry.apply_hooks()
-        yield
+        with torch.device(DEVICE):
+            yield
         distributed.destroy_model_parallel()
         distributed.destroy_distributed_environment()
 

@@ -4,6 +4,7 @@ T tokens, k choices each, E experts, H hidden, I intermediate.
 """
 
 import logging
+import re
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from torch import nn
 
 import moefp8
 from moefp8 import FP8Linear, GroupedExperts
+from tests.gpu import on_gpu
 from tests.serving.sglang import engine
 
 pytestmark = pytest.mark.skipif(not engine.is_here(), reason="SGLang is not installed")
@@ -170,7 +172,7 @@ def test_rows_of_padding_have_no_experts():
 def test_experts_of_a_rank(place, monkeypatch):
     from sglang.srt.layers.moe.token_dispatcher import standard
 
-    monkeypatch.setattr(standard, "get_device", lambda: "cpu")
+    monkeypatch.setattr(standard, "get_device", lambda: engine.DEVICE)
     whole, part = GroupedExperts(E, H, I), GroupedExperts(E // 2, H, I)
     part.expert_offset, part.num_global_experts = place * E // 2, E
     for name, parameter in part.named_parameters():
@@ -224,6 +226,22 @@ def test_compiled_layers_have_no_breaks_and_the_same_bits():
         assert torch.equal(compiled(x), made(x)[0])
 
 
+@on_gpu
+def test_layers_in_a_cuda_graph():
+    made = fused_moe(GroupedExperts(E, H, I))
+    x, (ids, scores) = tokens(), choices()
+    with torch.inference_mode():
+        run(made, x, ids, scores)  # loads the kernels
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = run(made, x, ids, scores)
+        x.copy_(tokens())
+        ids.copy_(ids.flip(0))
+        graph.replay()
+        assert torch.equal(y, run(made, x, ids, scores))
+
+
 def test_a_checkpoint_that_sglang_loads(tmp_path, caplog):
     from sglang.srt.configs.device_config import DeviceConfig
     from sglang.srt.configs.load_config import LoadConfig
@@ -241,7 +259,7 @@ def test_a_checkpoint_that_sglang_loads(tmp_path, caplog):
     served = get_model(
         model_config=ModelConfig(str(tmp_path / "fp8")),
         load_config=LoadConfig(),
-        device_config=DeviceConfig("cpu"),
+        device_config=DeviceConfig(engine.DEVICE),
     )
     assert log_line(caplog, served) == "moefp8 runs 6 linears, 3 MoE layers of ModuleList"
 
@@ -269,7 +287,7 @@ def log_line(caplog: pytest.LogCaptureFixture, *layers: Any) -> str:
     with caplog.at_level(logging.INFO, "moefp8"):
         ModelRunner.load_model(SimpleNamespace(model=nn.ModuleList(layers)))
     (record,) = [x for x in caplog.records if x.name.startswith("moefp8")]
-    return record.getMessage()
+    return re.sub(r"; \d+ kernels for .*", "", record.getMessage())  # which a GPU needs
 
 
 def make_linear(**options: Any) -> Any:
@@ -349,7 +367,7 @@ def test_weights_in_16_bits_stay(caplog):
 def test_options_of_the_server_that_leave_layers_to_sglang(options, linears, experts, caplog):
     from sglang.srt.runtime_context import get_context
 
-    with get_context().override_server_args(device="cpu", **options), engine.rank():
+    with get_context().override_server_args(device=engine.DEVICE, **options), engine.rank():
         text = log_line(caplog, make_linear(), make_experts())
     ours = [x for x, why in (("1 linears", linears), ("1 MoE layers", experts)) if why is None]
     assert text.startswith(f"moefp8 runs {', '.join(ours)} of ModuleList; SGLang runs 1 ")
