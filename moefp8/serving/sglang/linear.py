@@ -46,5 +46,7 @@ def block_linear(
             "block_linear: input must be bf16 or fp16, got codes and scales, which SGLang makes "
             "only for linears of its own; unset SGLANG_OPT_MOE_QUANT_ONCE"
         )
+    if not torch.compiler.is_compiling():  # plain tensors spare the host the dispatcher
+        weight, weight_scale = weight.data, weight_scale.data
     y = fp8_linear(input.reshape(-1, input.shape[-1]), weight, weight_scale, bias)
     return y.to(input.dtype).view(*input.shape[:-1], y.shape[1])

@@ -157,6 +157,11 @@ def test_experts(options, limit, factor):
     assert y.data_ptr() != x.data_ptr()
 
 
+def test_no_tokens():
+    made, (ids, scores) = fused_moe(GroupedExperts(E, H, I)), choices()
+    assert run(made, tokens()[:0], ids[:0], scores[:0]).shape == (0, H)
+
+
 def test_rows_of_padding_have_no_experts():
     reference = GroupedExperts(E, H, I)
     made = fused_moe(reference)
@@ -184,6 +189,22 @@ def test_experts_of_a_rank(place, monkeypatch):
         y = run(made, x, ids, scores)
     assert torch.equal(y, part(x, ids, scores))
     assert y.any()
+
+
+def test_shared_experts_among_those_of_a_rank(monkeypatch):
+    """SGLang may make a shared expert one of the routed ones, which every rank holds."""
+    from sglang.srt.layers.moe.token_dispatcher import standard
+
+    monkeypatch.setattr(standard, "get_device", lambda: engine.DEVICE)
+    whole, part = GroupedExperts(E + 1, H, I), GroupedExperts(3, H, I)
+    for name, parameter in part.named_parameters():
+        parameter.data.copy_(whole.get_parameter(name)[[2, 3, 4]])
+    x, (ids, scores) = tokens(), choices()
+    ids[:, -1] = E  # the shared one
+    with engine.rank(1, of=2, experts="ep"):
+        y = run(fused_moe(whole, num_fused_shared_experts=1), x, ids, scores)
+    local = torch.where(ids < 2, 3, ids - 2)  # 3: elsewhere
+    assert torch.equal(y, part(x, local, scores))
 
 
 def test_a_part_of_every_expert():
