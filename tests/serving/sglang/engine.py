@@ -68,16 +68,30 @@ def is_here() -> bool:
     return find_spec("sglang") is not None
 
 
+def entry_point() -> str:
+    """The lines of pyproject.toml by which SGLang finds the plug-in, as installers write them."""
+    lines = (Path(__file__).parents[3] / "pyproject.toml").read_text().splitlines()
+    at = lines.index('[project.entry-points."sglang.srt.plugins"]')
+    return f"[sglang.srt.plugins]\n{lines[at + 1]}\n".replace('"', "")
+
+
+def installed(folder: Path) -> Path:
+    """Write what pip leaves of this checkout in a folder of packages; an older one may be there."""
+    metadata = folder / "moefp8-0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: moefp8\nVersion: 0\n")
+    (metadata / "entry_points.txt").write_text(entry_point())
+    return folder
+
+
 @contextmanager
 def started(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A process of SGLang, the only rank, with the plug-in. folder: an empty one."""
     sys.meta_path.append(Finder())
     from sglang.srt import distributed
     from sglang.srt.model_executor.model_runner import ModelRunner
-    from sglang.srt.plugins.hook_registry import HookRegistry
+    from sglang.srt.plugins import load_plugins
     from sglang.srt.runtime_context import get_context
-
-    from moefp8.serving.sglang import register
 
     monkeypatch.setattr(ModelRunner, "load_model", lambda self: None)  # it would need a server
     with get_context().override_server_args(device=DEVICE):
@@ -90,8 +104,8 @@ def started(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         )
         distributed.initialize_model_parallel()
         monkeypatch.setenv("MOEFP8_SGLANG", "1")
-        register()
-        HookRegistry.apply_hooks()
+        monkeypatch.syspath_prepend(str(installed(folder)))
+        load_plugins()
         with torch.device(DEVICE):
             yield
         distributed.destroy_model_parallel()

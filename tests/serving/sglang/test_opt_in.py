@@ -1,14 +1,13 @@
 """What the plug-in for SGLang does without SGLang, or without being asked."""
 
-import re
 import subprocess
 import sys
-from importlib import import_module
-from pathlib import Path
+from importlib.metadata import EntryPoint
 
 import pytest
 
 from moefp8.serving.sglang import register
+from tests.serving.sglang import engine
 
 OFF = """
 import sys
@@ -53,10 +52,7 @@ def test_zero_does_nothing(monkeypatch):
     register()
 
 
-def test_the_entry_point_that_sglang_looks_for_exists():
-    text = (Path(__file__).parents[3] / "pyproject.toml").read_text()
-    entry = re.compile(
-        r'^\[project\.entry-points\."sglang\.srt\.plugins"\]\n\w+ = "(.+):(.+)"$', re.M
-    )
-    ((module, name),) = entry.findall(text)
-    assert getattr(import_module(module), name) is register
+def test_the_entry_point_is_the_plug_in():
+    group, line = engine.entry_point().splitlines()
+    point = EntryPoint(*line.split(" = "), group.strip("[]"))
+    assert (point.name, point.group, point.load()) == ("moefp8", "sglang.srt.plugins", register)
