@@ -106,7 +106,7 @@ def register_runner() -> None:
     runner.register_moe_runner_core(NAME, Core)
 
 
-def run_on_moefp8(method: Any, config: Any) -> None:
+def take_experts(method: Any, config: Any) -> None:
     """Let the runner of an Fp8MoEMethod call `run_experts`."""
     if _HAS_REGISTRY:
         method.runner = MoeRunner(runner.resolve_moe_runner_backend(NAME), config)
@@ -114,7 +114,7 @@ def run_on_moefp8(method: Any, config: Any) -> None:
         method.runner.fused_func = run_experts
 
 
-def runs_on_moefp8(method: Any) -> bool:
-    """Whether an Fp8MoEMethod has a runner that it does not know."""
+def is_taken(method: Any) -> bool:
+    """Whether an Fp8MoEMethod has our runner, which it does not know; older ones know theirs."""
     own = getattr(method, "runner", None)
     return own is not None and own.runner_backend.value == NAME

@@ -11,8 +11,8 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from .experts import register_runner, run_on_moefp8, runs_on_moefp8, why_not_experts
-from .linear import block_linear, why_not_linear
+from .experts import is_taken, register_runner, take_experts, why_not_experts
+from .linear import take_linear, why_not_linear
 from .model import EXPERTS, LINEARS, begin_to_compile, decide, report
 
 _FP8 = "sglang.srt.layers.quantization.fp8."
@@ -21,20 +21,20 @@ _FP8 = "sglang.srt.layers.quantization.fp8."
 def _take_linear(result: None, method: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
     """After a linear has its parameters."""
     if decide(layer, LINEARS, why_not_linear(method, layer)):
-        method.w8a8_block_fp8_linear = block_linear
+        take_linear(method)
 
 
-def _take_experts(result: None, method: Any, layer: Any, config: Any) -> None:
+def _take_experts(result: None, method: Any, layer: Any, moe_runner_config: Any) -> None:
     """After a MoE layer has its parameters and its runner."""
-    if decide(layer, EXPERTS, why_not_experts(method, layer, config)):
-        run_on_moefp8(method, config)
+    if decide(layer, EXPERTS, why_not_experts(method, layer, moe_runner_config)):
+        take_experts(method, moe_runner_config)
 
 
 def _apply_experts(
     original: Callable[..., Any], method: Any, layer: Any, dispatch_output: Any
 ) -> Any:
     """In place of a method that knows only SGLang's own runners."""
-    if runs_on_moefp8(method):
+    if is_taken(method):
         return method.runner.run(dispatch_output, method.get_triton_quant_info(layer))
     return original(method, layer, dispatch_output)
 

@@ -28,6 +28,16 @@ def why_not_linear(method: Any, layer: Any) -> str | None:
     return why_not_on(layer.weight.device)
 
 
+def take_linear(method: Any) -> None:
+    """Let an Fp8LinearMethod call `block_linear`."""
+    if not callable(getattr(method, "w8a8_block_fp8_linear", None)):
+        raise RuntimeError(
+            "moefp8's plug-in does not fit this SGLang, whose Fp8LinearMethod has no "
+            "w8a8_block_fp8_linear; unset MOEFP8_SGLANG to serve without the plug-in"
+        )
+    method.w8a8_block_fp8_linear = block_linear
+
+
 def block_linear(
     input: torch.Tensor,
     weight: torch.Tensor,

@@ -36,26 +36,31 @@ def max_tokens() -> int:
 
 def begin_to_compile(model: nn.Module) -> CompileAhead | None:
     """Begin to compile what the layers of a model need; None if nothing runs on a GPU."""
-    ours = [x for x in model.modules() if _decisions.get(x, (None, "no FP8 layer"))[1] is None]
+    ours = _layers_on_moefp8(model)
     if not ours or next(ours[0].parameters()).device.type != "cuda":
         return None
     if model not in _compilers:
-        first: Any = ours[0]
-        _compilers[model] = CompileAhead(max_tokens(), first.params_dtype)
-    for layer in ours:
-        _ask(_compilers[model], layer)
+        _compilers[model] = CompileAhead(max_tokens(), ours[0].params_dtype)
+        ask(_compilers[model], model)
     return _compilers[model]
 
 
-def _ask(compiler: CompileAhead, layer: Any) -> None:
-    if _decisions[layer][0] == LINEARS:
-        bias = getattr(layer, "bias", None)
-        n, k = layer.weight.shape
-        compiler.linear(n, k, None if bias is None else bias.dtype)
-        return
-    config = layer.moe_runner_config
-    e, h, i = layer.w2_weight.shape
-    compiler.experts(e, h, i, top_k=config.top_k, num_global_experts=config.num_experts)
+def ask(compiler: CompileAhead, model: nn.Module) -> None:
+    """Let `compiler` begin with each layer that runs on moefp8."""
+    for layer in _layers_on_moefp8(model):
+        if _decisions[layer][0] == LINEARS:
+            bias = getattr(layer, "bias", None)
+            n, k = layer.weight.shape
+            compiler.linear(n, k, None if bias is None else bias.dtype)
+            continue
+        config = layer.moe_runner_config
+        e, h, i = layer.w2_weight.shape
+        if config.top_k is not None:  # else only calls tell it, and the first one compiles
+            compiler.experts(e, h, i, top_k=config.top_k, num_global_experts=config.num_experts)
+
+
+def _layers_on_moefp8(model: nn.Module) -> list[Any]:
+    return [x for x in model.modules() if _decisions.get(x, (None, "no FP8 layer"))[1] is None]
 
 
 def report(model: nn.Module) -> None:

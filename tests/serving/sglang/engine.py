@@ -2,6 +2,17 @@
 
 What must be there is SGLang's own Python and what else it imports, in the versions that it pins;
 its kernels need not be, neither on a CPU nor on a GPU.
+
+An environment for version 0.5.17 is one for development with
+
+    pip install --no-deps sglang==0.5.17 transformers==5.12.1 "tokenizers<=0.23.0" \\
+        "huggingface_hub<2" apache-tvm-ffi==0.1.11 triton xgrammar compressed-tensors loguru gguf \\
+        msgspec orjson pyzmq pybase64 partial-json-parser sentencepiece setproctitle openai jiter \\
+        distro sniffio dill fastapi starlette uvicorn uvloop watchfiles python-multipart \\
+        opentelemetry-api aiohttp aiohappyeyeballs aiosignal attrs frozenlist multidict propcache \\
+        yarl zstandard xxhash
+
+and for 0.5.23 with that version, transformers 5.19.0, and without the next two.
 """
 
 import importlib.abc

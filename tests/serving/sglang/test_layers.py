@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -329,6 +330,33 @@ def test_what_runs_on_moefp8_is_logged(caplog):
     layers = make_linear(), make_linear(), make_experts(), nn.Linear(2, 2)
     assert log_line(caplog, *layers) == "moefp8 runs 2 linears, 1 MoE layers of ModuleList"
     assert log_line(caplog, nn.Linear(2, 2)) == "moefp8 runs no layer of ModuleList"
+
+
+def test_kernels_of_what_runs_on_moefp8_are_asked_for():
+    from moefp8.serving.sglang.model import ask
+
+    compiler = Mock()
+    layers = make_linear(), make_linear(bias=True), make_experts(), make_experts(activation="gelu")
+    ask(compiler, nn.ModuleList(layers))
+    assert compiler.linear.mock_calls == [call(128, H, None), call(128, H, torch.bfloat16)]
+    assert compiler.experts.mock_calls == [call(E, H, I, top_k=TOP_K, num_global_experts=E)]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"chunked_prefill_size": 4096}, 4096),
+        ({"chunked_prefill_size": -1, "max_prefill_tokens": 5000}, 5000),
+        ({"chunked_prefill_size": -1, "max_prefill_tokens": 5000, "context_length": 9000}, 9000),
+    ],
+)
+def test_kernels_are_for_calls_of_as_many_tokens_as_the_server_makes(options, expected):
+    from sglang.srt.runtime_context import get_context
+
+    from moefp8.serving.sglang.model import max_tokens
+
+    with get_context().override_server_args(device=engine.DEVICE, **options), engine.rank():
+        assert max_tokens() == expected
 
 
 @pytest.mark.parametrize(
