@@ -1,89 +1,27 @@
-"""Layers that SGLang makes give what those of moefp8 give, bit for bit; without SGLang, no test.
-
-T tokens, k choices each, E experts, H hidden, I intermediate.
-"""
-
-import logging
-import re
-from collections.abc import Iterator
-from types import SimpleNamespace
-from typing import Any
-from unittest.mock import Mock, call
+"""Layers that SGLang makes give what those of moefp8 give, bit for bit; without SGLang, no test."""
 
 import pytest
 import torch
-from torch import nn
 
 import moefp8
 from moefp8 import FP8Linear, GroupedExperts
 from tests.gpu import on_gpu
 from tests.serving.sglang import engine
+from tests.serving.sglang.layers import (
+    E,
+    H,
+    I,
+    T,
+    choices,
+    experts_of,
+    fused_moe,
+    linear,
+    log_line,
+    run,
+    tokens,
+)
 
-pytestmark = pytest.mark.skipif(not engine.is_here(), reason="SGLang is not installed")
-T, TOP_K, E, H, I = 7, 2, 4, 256, 384
-
-
-@pytest.fixture(scope="module", autouse=True)
-def sglang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        folder = tmp_path_factory.mktemp("sglang")
-        with engine.started(folder, monkeypatch), engine.rank():
-            torch.manual_seed(0)
-            yield
-
-
-def experts_of(made: Any, reference: GroupedExperts) -> Any:
-    """Load the experts of `reference` into a FusedMoE, by its own loaders, as checkpoints are."""
-    i, blocks = reference.intermediate_size, reference.gate_up_proj_scale_inv.shape[1] // 2
-    for expert in range(reference.num_experts):
-        for name, stack, half in (
-            ("weight", reference.gate_up_proj, i),
-            ("weight_scale_inv", reference.gate_up_proj_scale_inv, blocks),
-        ):
-            w13, w2 = getattr(made, f"w13_{name}"), getattr(made, f"w2_{name}")
-            down = reference.down_proj if half == i else reference.down_proj_scale_inv
-            w13.weight_loader(w13, stack[expert, :half], f"w13_{name}", "w1", expert)
-            w13.weight_loader(w13, stack[expert, half:], f"w13_{name}", "w3", expert)
-            w2.weight_loader(w2, down[expert], f"w2_{name}", "w2", expert)
-    made.quant_method.process_weights_after_loading(made)
-    return made
-
-
-def fused_moe(reference: GroupedExperts, **options: Any) -> Any:
-    from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
-
-    sizes = reference.num_experts, reference.hidden_size, reference.intermediate_size
-    blocks = {"quant_config": engine.config(), "prefix": "experts"}
-    made = FusedMoE(*sizes, 0, TOP_K, params_dtype=torch.bfloat16, **(blocks | options))
-    return experts_of(made, reference)
-
-
-def linear(made: Any, reference: FP8Linear) -> Any:
-    """Load a linear as checkpoints are."""
-    for name in ("weight", "weight_scale_inv", "bias"):
-        parameter, value = getattr(made, name), getattr(reference, name)
-        if value is not None:
-            parameter.weight_loader(parameter, value)
-    made.quant_method.process_weights_after_loading(made)
-    return made
-
-
-def tokens() -> torch.Tensor:
-    return torch.randn(T, H).bfloat16()
-
-
-def choices() -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids int32 [T, k] and scores fp32 [T, k]."""
-    scores, ids = torch.rand(T, E).softmax(1).topk(TOP_K)
-    return ids.int(), scores
-
-
-def run(made: Any, x: torch.Tensor, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    from sglang.srt.layers.moe.topk import StandardTopKOutput
-
-    y: torch.Tensor = made(x, StandardTopKOutput(scores, ids, torch.zeros(T, E)))
-    return y
-
+pytestmark = pytest.mark.usefixtures("sglang")
 
 # ---- Linears ----
 
@@ -296,158 +234,3 @@ def test_a_checkpoint_that_sglang_loads(tmp_path, caplog):
         assert torch.equal(made.o_proj(x)[0], attention.o_proj(x))
         y = run(theirs.mlp.experts, x, ids, scores)
         assert torch.equal(y, ours.mlp.experts(x, ids, scores))
-
-
-# ---- What stays with SGLang ----
-
-
-def log_line(caplog: pytest.LogCaptureFixture, *layers: Any) -> str:
-    """What is logged when a model of these layers is loaded."""
-    from sglang.srt.model_executor.model_runner import ModelRunner
-
-    caplog.clear()
-    with caplog.at_level(logging.INFO, "moefp8"):
-        ModelRunner.load_model(SimpleNamespace(model=nn.ModuleList(layers)))
-    (record,) = [x for x in caplog.records if x.name.startswith("moefp8")]
-    return re.sub(r"; \d+ kernels for .*", "", record.getMessage())  # which a GPU needs
-
-
-def make_linear(**options: Any) -> Any:
-    from sglang.srt.layers.linear import ReplicatedLinear
-
-    blocks = {"quant_config": engine.config(), "params_dtype": torch.bfloat16, "bias": False}
-    return ReplicatedLinear(H, 128, **(blocks | options))
-
-
-def make_experts(**options: Any) -> Any:
-    from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
-
-    blocks = {"quant_config": engine.config(), "params_dtype": torch.bfloat16}
-    return FusedMoE(E, H, I, 0, TOP_K, **(blocks | options))
-
-
-def test_what_runs_on_moefp8_is_logged(caplog):
-    layers = make_linear(), make_linear(), make_experts(), nn.Linear(2, 2)
-    assert log_line(caplog, *layers) == "moefp8 runs 2 linears, 1 MoE layers of ModuleList"
-    assert log_line(caplog, nn.Linear(2, 2)) == "moefp8 runs no layer of ModuleList"
-
-
-def test_kernels_of_what_runs_on_moefp8_are_asked_for():
-    from moefp8.serving.sglang.model import ask
-
-    compiler = Mock()
-    layers = make_linear(), make_linear(bias=True), make_experts(), make_experts(activation="gelu")
-    ask(compiler, nn.ModuleList(layers))
-    assert compiler.linear.mock_calls == [call(128, H, None), call(128, H, torch.bfloat16)]
-    assert compiler.experts.mock_calls == [call(E, H, I, top_k=TOP_K, num_global_experts=E)]
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({"chunked_prefill_size": 4096}, 4096),
-        ({"chunked_prefill_size": -1, "max_prefill_tokens": 5000}, 5000),
-        ({"chunked_prefill_size": -1, "max_prefill_tokens": 5000, "context_length": 9000}, 9000),
-    ],
-)
-def test_kernels_are_for_calls_of_as_many_tokens_as_the_server_makes(options, expected):
-    from sglang.srt.runtime_context import get_context
-
-    from moefp8.serving.sglang.model import max_tokens
-
-    with get_context().override_server_args(device=engine.DEVICE, **options), engine.rank():
-        assert max_tokens() == expected
-
-
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"activation": "gelu"}, "its activation is gelu with a gate"),
-        ({"activation": "relu2", "is_gated": False}, "its activation is relu2"),
-        ({"gemm1_alpha": 1.5, "gemm1_clamp_limit": 7.0}, "silu with a gate and alpha 1.5"),
-        ({"with_bias": True}, "its experts have a bias"),
-        ({"apply_router_weight_on_input": True}, "its router weighs inputs"),
-        ({"inplace": False, "no_combine": True}, "its outputs are not summed"),
-    ],
-)
-def test_experts_that_do_not_fit_stay(options, reason, caplog):
-    text = log_line(caplog, make_linear(), make_experts(**options))
-    assert text.startswith("moefp8 runs 1 linears of ModuleList; SGLang runs 1 MoE layers (")
-    assert reason in text
-
-
-@pytest.mark.parametrize("blocks", [[64, 128], [128, 64]])
-def test_other_blocks_stay(blocks, caplog):
-    options = {"quant_config": engine.config(weight_block_size=blocks)}
-    text = log_line(caplog, make_linear(**options), make_experts(**options))
-    reason = f"(weight_block_size is {blocks})"
-    assert text == (
-        f"moefp8 runs no layer of ModuleList; SGLang runs 1 linears {reason}, 1 MoE layers {reason}"
-    )
-
-
-def test_one_scale_for_a_tensor_stays(caplog):
-    options = {"quant_config": engine.config(weight_block_size=None)}
-    text = log_line(caplog, make_linear(**options), make_experts(**options))
-    assert text.count("(weight_block_size is None)") == 2
-
-
-def test_weights_in_16_bits_stay(caplog):
-    from sglang.srt.layers.quantization.fp8 import Fp8Config
-
-    options = {"quant_config": Fp8Config()}
-    text = log_line(caplog, make_linear(**options), make_experts(**options))
-    assert text.count("(its checkpoint is not FP8)") == 2
-
-
-@pytest.mark.parametrize(
-    ("options", "linears", "experts"),
-    [
-        ({"enable_lora": True}, None, "LoRA is on"),
-        ({"fp8_gemm_runner_backend": "triton"}, "--fp8-gemm-backend is triton", None),
-        (
-            {"enable_deterministic_inference": True},
-            "--enable-deterministic-inference is on",
-            None,
-        ),
-    ],
-    ids=lambda x: "",
-)
-def test_options_of_the_server_that_leave_layers_to_sglang(options, linears, experts, caplog):
-    from sglang.srt.runtime_context import get_context
-
-    with get_context().override_server_args(device=engine.DEVICE, **options), engine.rank():
-        text = log_line(caplog, make_linear(), make_experts())
-    ours = [x for x, why in (("1 linears", linears), ("1 MoE layers", experts)) if why is None]
-    assert text.startswith(f"moefp8 runs {', '.join(ours)} of ModuleList; SGLang runs 1 ")
-    assert f"({linears or experts})" in text
-
-
-@pytest.mark.parametrize(
-    ("flags", "reason"),
-    [
-        ({"a2a_backend": "megamoe"}, "--moe-a2a-backend is megamoe"),
-        ({"runner_backend": "deep_gemm"}, "--moe-runner-backend is deep_gemm"),
-    ],
-    ids=["a2a", "runner"],
-)
-def test_another_backend_of_experts_stays(flags, reason, caplog):
-    from sglang.srt.layers.moe.utils import MoeA2ABackend, MoeRunnerBackend
-    from sglang.srt.runtime_context import get_flags
-
-    kinds = {"a2a_backend": MoeA2ABackend, "runner_backend": MoeRunnerBackend}
-    with get_flags().moe.override(**{name: kinds[name](x) for name, x in flags.items()}):
-        text = log_line(caplog, make_experts())
-    assert text == f"moefp8 runs no layer of ModuleList; SGLang runs 1 MoE layers ({reason})"
-
-
-def test_a_version_that_lacks_a_name_is_refused(monkeypatch):
-    import sglang
-    from sglang.srt.model_loader import loader
-
-    from moefp8.serving.sglang import register
-
-    monkeypatch.delattr(loader, "_initialize_model")
-    with pytest.raises(SystemExit, match=r"fits SGLang .* got .*_initialize_model.*unset MOEFP8_"):
-        register()
-    assert sglang.__version__
