@@ -49,19 +49,23 @@ ALLOWED = {
         *("kernels", "quant", "routing", "functional", "layers", "distributed", "checkpoint"),
         "hf",
     },
-    "serving": {"kernels", "functional", "layers", "precompile", "system", "serving"},
+    "serving/sglang": {"serving/sglang", "serving/common", "functional"},
+    "serving/vllm": {"serving/vllm", "serving/common", "functional"},
+    "serving/common": {"kernels", "layers", "precompile"},
+    "serving": set(),
     "__main__": {"cli"},
 }
 OUTSIDE = {"torch", "cuda", "einops", "safetensors", "hypothesis"}
 ALSO = {  # a room or a file -> what it may import besides
     "hf": {"accelerate", "transformers"},
+    "serving/sglang": {"sglang"},
     "skeleton.py": {"accelerate", "transformers"},
     "untrusted.py": {"huggingface_hub"},  # it is told to be offline
     "register.py": {"peft"},
     "compare.py": {"transformers"},
     "compare_plot.py": {"matplotlib"},
     "peft.py": {"peft"},
-    "serving": {"vllm"},
+    "serving/vllm": {"vllm"},
 }
 
 

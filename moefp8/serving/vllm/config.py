@@ -9,7 +9,7 @@ from vllm.platforms import current_platform
 
 from .experts import MoEFP8ExpertsMethod
 from .linear import MoEFP8LinearKernel
-from .model import ServedModel
+from .model import EXPERTS, ServedModel
 
 
 class MoEFP8Config(Fp8Config):
@@ -21,7 +21,7 @@ class MoEFP8Config(Fp8Config):
             return method
         served = ServedModel.current()
         if reason := MoEFP8ExpertsMethod.why_not(method, layer):
-            served.leave("expert layers", reason)
+            served.leave(EXPERTS, reason)
             return method
         return MoEFP8ExpertsMethod(self, layer, served)
 

@@ -3,7 +3,7 @@
 T tokens, k choices each, E experts of this rank, H hidden, I intermediate.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
@@ -18,10 +18,7 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
 )
 
 from ...functional.experts import ExpertsInputs, experts
-from .device import why_not_here
-
-if TYPE_CHECKING:
-    from .model import ServedModel
+from .model import EXPERTS, ServedModel, why_not_here
 
 
 class MoEFP8Experts(mk.FusedMoEExpertsModular):
@@ -113,7 +110,7 @@ class MoEFP8ExpertsMethod(Fp8MoEMethod):
     scales, named ..._scale_inv, are fp32, one for each block of 128x128.
     """
 
-    def __init__(self, quant_config: Any, layer: Any, served: "ServedModel") -> None:
+    def __init__(self, quant_config: Any, layer: Any, served: ServedModel) -> None:
         super().__init__(quant_config, layer)
         # Whatever vLLM has chosen, weights are to stay as they are for Triton.
         self.fp8_backend, self.experts_cls = Fp8MoeBackend.TRITON, MoEFP8Experts
@@ -151,10 +148,10 @@ class MoEFP8ExpertsMethod(Fp8MoEMethod):
 
     def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
         super().create_weights(layer, *args, **kwargs)
-        self.served.add(self, "expert layers")
-        self.served.compile_experts(
-            *layer.w2_weight.shape, top_k=layer.top_k, num_global_experts=layer.global_num_experts
-        )
+        self.served.add(self, EXPERTS)
+        if self.served.ahead is not None:
+            sizes, total = layer.w2_weight.shape, layer.global_num_experts
+            self.served.ahead.experts(*sizes, top_k=layer.top_k, num_global_experts=total)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         super().process_weights_after_loading(layer)

@@ -9,8 +9,7 @@ from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel impo
 from vllm.model_executor.utils import replace_parameter
 
 from ...functional.linear import fp8_linear
-from .device import why_not_here
-from .model import ServedModel
+from .model import LINEARS, ServedModel, why_not_here
 
 
 class MoEFP8LinearKernel(Fp8BlockScaledMMLinearKernel):
@@ -25,9 +24,10 @@ class MoEFP8LinearKernel(Fp8BlockScaledMMLinearKernel):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.served = ServedModel.current()
-        self.served.add(self, "linears")
-        n, k = config.weight_shape
-        self.served.compile_linear(n, k, None)
+        self.served.add(self, LINEARS)
+        if self.served.ahead is not None:
+            n, k = config.weight_shape
+            self.served.ahead.linear(n, k, None)
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
@@ -43,16 +43,17 @@ class MoEFP8LinearKernel(Fp8BlockScaledMMLinearKernel):
         if activation.static or shapes != ((128, 128), (1, 128)):
             reason = f"blocks are {shapes[0]} of weights and {shapes[1]} of activations"
         if reason:
-            ServedModel.current().leave("linears", reason)
+            ServedModel.current().leave(LINEARS, reason)
         return reason is None, reason
 
     def process_weights_after_loading(self, layer: Any) -> None:
         scale_inv = _scale_inv(layer)
         if scale_inv.dtype != torch.float32:  # E8M0 is exact in FP32
             replace_parameter(layer, _name_of_scales(layer), scale_inv.to(torch.float32))
-        if (bias := getattr(layer, "bias", None)) is not None:
+        bias = getattr(layer, "bias", None)
+        if bias is not None and self.served.ahead is not None:
             n, k = layer.weight.shape
-            self.served.compile_linear(n, k, bias.dtype)
+            self.served.ahead.linear(n, k, bias.dtype)
         self.served.loaded(self)
 
     def apply_weights(

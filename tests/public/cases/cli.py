@@ -90,6 +90,13 @@ def kernel_settings(device: str) -> Any:
 
 
 @case
+def plug_ins(device: str) -> Any:
+    """Those of engines, without an engine."""
+    call = "from moefp8.serving.sglang import register; register()"
+    return [_python("-c", call, MOEFP8_SGLANG=value) for value in ("0", "2")]
+
+
+@case
 def quantize_and_inspect(device: str) -> Any:
     write_checkpoint("qwen3_moe")
     outcomes = [

@@ -13,7 +13,7 @@ def worker(tmp_path_factory):
     from vllm.platforms import current_platform
 
     from moefp8.serving.vllm.config import register_layers
-    from moefp8.serving.vllm.device import why_not_here
+    from moefp8.serving.vllm.model import why_not_here
 
     if reason := why_not_here():
         pytest.skip(reason)

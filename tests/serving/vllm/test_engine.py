@@ -94,10 +94,10 @@ CONFIGS = {
     ),
 }
 LAYERS = {
-    "qwen3": "6 linears, 3 expert layers of Qwen3MoeForCausalLM",
-    "wide": "6 linears, 3 expert layers of Qwen3MoeForCausalLM",
-    "glm4": "12 linears, 2 expert layers of Glm4MoeForCausalLM",
-    "deepseek": "18 linears, 2 expert layers of DeepseekV3ForCausalLM",
+    "qwen3": "6 linears, 3 MoE layers of Qwen3MoeForCausalLM",
+    "wide": "6 linears, 3 MoE layers of Qwen3MoeForCausalLM",
+    "glm4": "12 linears, 2 MoE layers of Glm4MoeForCausalLM",
+    "deepseek": "18 linears, 2 MoE layers of DeepseekV3ForCausalLM",
 }
 
 
