@@ -51,7 +51,7 @@ ALLOWED = {
     },
     "serving/sglang": {"serving/sglang", "serving/common", "functional"},
     "serving/vllm": {"serving/vllm", "serving/common", "functional"},
-    "serving/common": {"kernels", "layers", "precompile"},
+    "serving/common": {"kernels", "layers", "precompile", "system"},
     "serving": set(),
     "__main__": {"cli"},
 }

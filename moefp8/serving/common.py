@@ -13,6 +13,7 @@ from torch import nn
 from ..kernels.jit import current_driver
 from ..layers import FP8Linear, GroupedExperts
 from ..precompile import precompile
+from ..system.progress import Progress
 
 
 def why_not_on(device: torch.device) -> str | None:
@@ -89,9 +90,15 @@ class CompileAhead:
     def wait(self) -> int:
         """Wait for all that began, and return how many kernels these are.
 
-        Raises JitError if there is no compiler, or a kernel does not compile.
+        A terminal shows a line of progress. Raises JitError if there is no compiler, or a kernel
+        does not compile.
         """
-        return sum(job.result() for job in self._jobs.values())
+        num_kernels = 0
+        with Progress("compiling kernels", len(self._jobs), "layer shapes") as bar:
+            for job in self._jobs.values():
+                num_kernels += job.result()
+                bar.advance()
+        return num_kernels
 
     def _begin(
         self, key: Hashable, make: Callable[[], nn.Module], top_k: int | None = None
