@@ -13,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers.integrations.finegrained_fp8 import FP8ExpertsInterface
 from transformers.integrations.moe import ExpertsInterface
 
+from ..checkpoint.update import FOLLOWERS
 from ..functional.autograd import frozen
 from ..functional.grouped_linear import grouped_linear
 from ..kernels import E4M3, num_blocks
@@ -75,6 +76,9 @@ def weights_kept_beside(model: nn.Module) -> Iterator[torch.Tensor]:
             experts_of(module)
             for weight in module.__dict__[_CACHE].weights:
                 yield from weight
+
+
+FOLLOWERS.append(weights_kept_beside)
 
 
 def with_frozen_weights(module: nn.Module, y: torch.Tensor) -> torch.Tensor:
