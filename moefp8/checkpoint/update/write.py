@@ -44,7 +44,7 @@ class _Stack:
             tensor = tensor.to(self.weight.device)
         if self.matrices and self.matrices[0].dtype is not tensor.dtype:
             self.flush()
-        if place.count == 1:
+        if tensor.ndim == 2:
             self.matrices.append(tensor.contiguous())
             self.places.append(place.first)
         else:
@@ -77,7 +77,7 @@ class Writer:
         self._codes: set[str] = set()
         self._scales: set[str] = set()
 
-    @torch.no_grad()
+    @torch.inference_mode()  # else tensors that were made in this mode could not be written to
     def write(self, arrived: Iterable[tuple[Place, torch.Tensor]]) -> None:
         """Write tensors that fit their places."""
         copies: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
@@ -112,7 +112,7 @@ class Writer:
             if part in self._codes and part in self._scales:
                 self._scale(part)
 
-    @torch.no_grad()
+    @torch.inference_mode()  # else tensors that were made in this mode could not be written to
     def follow(self) -> None:
         """Make what is kept of changed weights again, in its memory."""
         weights = [x for x in self.tensors.values() if x.dtype == E4M3]
@@ -168,7 +168,7 @@ class Writer:
         """Yield pairs of what is written and what is copied there."""
         if tensor.dtype is E4M3 and place.role is Role.WEIGHT:
             tensor = _bytes(tensor)
-        if place.count == 1:
+        if place.count and tensor.ndim == 2:
             yield self._matrices_of(place.home)[place.first], tensor
             return
         own = self.tensors[place.slot.owner].detach()
