@@ -141,7 +141,7 @@ class Places:
             inner = name if slot is not None or self._rename is None else self._rename(name)
             slot = slot or self.inventory.find(inner)
             is_elsewhere = canonical(inner) in self.inventory.foreign
-            if slot is None and not is_elsewhere and not is_leftover(recall(model).config, name):
+            if slot is None and not is_elsewhere and not is_leftover(config_of(model), name):
                 raise KeyError(name)
             self.by_name[name] = None if slot is None else self._place_of(slot)
         return self.by_name[name]
@@ -189,6 +189,13 @@ class Places:
         """The home of the scales of an FP8 weight."""
         name = home.owner.names[0]
         return self.homes[self.inventory.slots[scale_of_weight(name)].owner]
+
+
+def config_of(model: nn.Module) -> dict[str, Any]:
+    """Return config.json of the latest load, or that of a model of transformers, or {}."""
+    to_dict = getattr(getattr(model, "config", None), "to_dict", dict)
+    config: dict[str, Any] = recall(model).config or to_dict()
+    return config
 
 
 def listed(problems: list[str]) -> str:

@@ -11,9 +11,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ...kernels import E4M3
 from ..files.config import says_separate
 from ..files.names import SCALE_SUFFIX, renamed
-from ..model.record import recall
 from ..model.slots import Role, not_dense
-from .places import Arrival, Home, Place, Places, listed
+from .places import Arrival, Home, Place, Places, config_of, listed
 from .write import Writer
 
 NamedTensors = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
@@ -194,8 +193,8 @@ class Update:
             other = next((x for x in weights if x is not None and not x.is_fp8), None)
             if other is not None:
                 yield f"{name}: extra, the scale of {other.name}, which did not come in FP8"
-            is_told = says_separate(recall(self._model).config)
-            if inventory.is_ambiguous(place.slot) and not is_told:
+            is_unsure = inventory.is_ambiguous(place.slot)
+            if is_unsure and not says_separate(config_of(self._model)):
                 yield (
                     f"{name}: nothing tells whether gate and up were cut into blocks one after the "
                     "other, or all their rows, since there are as many; send experts one by one "
