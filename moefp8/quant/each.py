@@ -5,6 +5,7 @@ side by side: 2 for gate and up. Numerics are those of `numerics.py`.
 """
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 import torch
 
@@ -22,6 +23,7 @@ from . import numerics
 from .each_launch import MAX_MATRICES, MAX_STACK, is_vectorized, prepare_each, words_of
 
 _OP = "quantize_128x128_each_into"
+_ATTRIBUTES = tuple(map(attrgetter, ("dtype", "shape", "device")))
 
 
 def _check(
@@ -33,19 +35,8 @@ def _check(
     places: Sequence[int],
 ) -> None:
     _check_stack(data, scale_inv, transposed, parts)
-    for w in matrices:
-        if w.dtype not in FLOATS or w.dtype != matrices[0].dtype or w.shape != data.shape[1:]:
-            check_tensor(_OP, "matrices", w, FLOATS, 2)
-            check_shape(_OP, "matrices", w, data.shape[1:], "those of the stack")
-            raise TypeError(
-                f"{_OP}: matrices must have one dtype, got {matrices[0].dtype} and {w.dtype}"
-            )
-        if w.device != data.device or not w.is_contiguous():
-            check_same_device(_OP, data=data, matrices=w)
-            raise ValueError(
-                f"{_OP}: matrices must be contiguous, got strides {list(w.stride())} for shape "
-                f"{list(w.shape)}"
-            )
+    if not _are_like(data, matrices):
+        _check_matrices(data, matrices)
     if len(matrices) != len(places):
         raise ValueError(
             f"{_OP}: each matrix must have a place, got {len(matrices)} matrices and "
@@ -55,6 +46,30 @@ def _check(
         raise ValueError(
             f"{_OP}: places must be in [0, {len(data)}), got {min(places)} to {max(places)}"
         )
+
+
+def _are_like(data: torch.Tensor, matrices: Sequence[torch.Tensor]) -> bool:
+    """Whether all fit the stack, which few passes over them find."""
+    dtypes, shapes, devices = (set(map(get, matrices)) for get in _ATTRIBUTES)
+    are_alike = len(dtypes) == 1 and dtypes <= set(FLOATS) and shapes == {data.shape[1:]}
+    are_here = devices == {data.device}
+    return are_alike and are_here and all(map(torch.Tensor.is_contiguous, matrices))
+
+
+def _check_matrices(data: torch.Tensor, matrices: Sequence[torch.Tensor]) -> None:
+    for w in matrices:
+        check_tensor(_OP, "matrices", w, FLOATS, 2)
+        check_shape(_OP, "matrices", w, data.shape[1:], "those of the stack")
+        check_same_device(_OP, data=data, matrices=w)
+        if w.dtype != matrices[0].dtype:
+            raise TypeError(
+                f"{_OP}: matrices must have one dtype, got {matrices[0].dtype} and {w.dtype}"
+            )
+        if not w.is_contiguous():
+            raise ValueError(
+                f"{_OP}: matrices must be contiguous, got strides {list(w.stride())} for shape "
+                f"{list(w.shape)}"
+            )
 
 
 def _check_stack(

@@ -65,13 +65,14 @@ class Home:
     needed: list[str] = field(default_factory=list)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Place:
     """What a name leads to.
 
     home: the tensor; weight: that of the weight that it scales, else the same. first, count: which
     matrices of the stack; a count of 0: it is not some of a stack. stored: what is kept here along
-    the first axis of what comes. dtypes: those that may come. is_here: whether it is on this rank.
+    the first axis of what comes. dtypes: those that may come. is_scale: whether it scales an FP8
+    weight. is_here: whether it is on this rank.
     """
 
     slot: Slot
@@ -81,6 +82,7 @@ class Place:
     parts: tuple[str, ...]
     role: Role
     dtypes: frozenset[torch.dtype]
+    is_scale: bool
     is_here: bool
     first: int = 0
     count: int = 0
@@ -176,6 +178,7 @@ class Places:
             parts=slot.parts,
             role=slot.role,
             dtypes=_dtypes_of(slot, home),
+            is_scale=slot.role is Role.SCALE,
             is_here=bool(slot.pieces),
         )
         if home.num_matrices and place.is_here:

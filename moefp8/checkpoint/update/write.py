@@ -1,6 +1,7 @@
 """Write what came for a model into its tensors, on the current streams of their devices."""
 
 from collections.abc import Callable, Iterable, Iterator
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ FOLLOWERS: list[Callable[[nn.Module], Iterable[torch.Tensor]]] = []
 """What else is made of a model's weights: each makes it again where these have changed, in the same
 memory, and yields its tensors."""
 
+_DEVICE, _DTYPE = attrgetter("device"), attrgetter("dtype")
+_IS_CONTIGUOUS = torch.Tensor.is_contiguous
 _AT_ONCE = 256  # matrices of one launch; so many that come from elsewhere take memory at once
 
 
@@ -35,31 +38,37 @@ class _Stack:
         transposed = kept_transposed(weight, home.parts)
         is_matrix = transposed is not None and transposed.ndim == 2
         self.transposed = transposed[None] if transposed is not None and is_matrix else transposed
-        self.matrices: list[torch.Tensor] = []  # to be quantized, all of one dtype
+        self.matrices: list[torch.Tensor] = []  # to be quantized
         self.places: list[int] = []
 
     def add(self, place: Place, tensor: torch.Tensor) -> None:
         """Quantize a tensor into its place, now or with the next ones."""
-        if tensor.device != self.weight.device:
-            tensor = tensor.to(self.weight.device)
-        if self.matrices and self.matrices[0].dtype is not tensor.dtype:
-            self.flush()
         if tensor.ndim == 2:
-            self.matrices.append(tensor.contiguous())
+            self.matrices.append(tensor)
             self.places.append(place.first)
         else:
             held = tensor if place.stored is None else tensor[place.stored]
+            held = held.to(self.data.device)
             self.matrices += held.reshape(place.count, *self.data.shape[1:]).unbind()
             self.places += range(place.first, place.first + place.count)
         if len(self.places) >= _AT_ONCE:
             self.flush()
 
     def flush(self) -> None:
-        """Quantize what was added."""
-        if self.places:
-            stack = self.data, self.scale_inv, self.transposed, self.parts
-            quantize_128x128_each_into(*stack, self.matrices, self.places)
+        """Quantize what was added, each dtype by itself."""
+        matrices, places, device = self.matrices, self.places, self.data.device
         self.matrices, self.places = [], []
+        if set(map(_DEVICE, matrices)) != {device} or not all(map(_IS_CONTIGUOUS, matrices)):
+            matrices = [x.to(device).contiguous() for x in matrices]
+        stack = self.data, self.scale_inv, self.transposed, self.parts
+        dtypes = set(map(_DTYPE, matrices))
+        if len(dtypes) == 1:
+            quantize_128x128_each_into(*stack, matrices, places)
+            return
+        for dtype in dtypes:
+            chosen = [i for i, x in enumerate(matrices) if x.dtype is dtype]
+            some, where = [matrices[i] for i in chosen], [places[i] for i in chosen]
+            quantize_128x128_each_into(*stack, some, where)
 
 
 class Writer:
