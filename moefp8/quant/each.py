@@ -146,7 +146,7 @@ def _launch(
     num_launches = -(-len(matrices) // MAX_MATRICES)
     step = -(-len(matrices) // num_launches)  # launches of the same size share one that is prepared
     for first in range(0, len(matrices), step):
-        addresses = [x.data_ptr() for x in matrices[first : first + step]]
+        addresses = list(map(torch.Tensor.data_ptr, matrices[first : first + step]))
         words = words_of(places[first : first + step])
         vectorized = is_vectorized(k, addresses, data, transposed, parts)
         size = len(addresses)

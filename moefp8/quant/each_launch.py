@@ -7,6 +7,8 @@ import ctypes
 from array import array
 from collections.abc import Sequence
 from ctypes import c_int64, c_uint32, c_uint64, c_void_p
+from functools import reduce
+from operator import or_
 from pathlib import Path
 
 import torch
@@ -72,7 +74,7 @@ def is_vectorized(
     parts: int,
 ) -> bool:
     """Whether weights at these addresses can be loaded, and codes stored, many at once."""
-    if k % _VECTOR or data.data_ptr() % _VECTOR or any(x % _VECTOR_BYTES for x in addresses):
+    if k % _VECTOR or data.data_ptr() % _VECTOR or reduce(or_, addresses) % _VECTOR_BYTES:
         return False
     if transposed is None:
         return True

@@ -71,8 +71,8 @@ class Place:
 
     home: the tensor; weight: that of the weight that it scales, else the same. first, count: which
     matrices of the stack; a count of 0: it is not some of a stack. stored: what is kept here along
-    the first axis of what comes. dtypes: those that may come. is_scale: whether it scales an FP8
-    weight. is_here: whether it is on this rank.
+    the first axis of what comes. dtypes: those that may come. is_weight, is_scale: whether it is an
+    FP8 weight, or scales one. is_here: whether it is on this rank.
     """
 
     slot: Slot
@@ -80,8 +80,8 @@ class Place:
     weight: Home
     shape: tuple[int, ...]
     parts: tuple[str, ...]
-    role: Role
     dtypes: frozenset[torch.dtype]
+    is_weight: bool
     is_scale: bool
     is_here: bool
     first: int = 0
@@ -176,8 +176,8 @@ class Places:
             weight=weight,
             shape=slot.shape,
             parts=slot.parts,
-            role=slot.role,
             dtypes=_dtypes_of(slot, home),
+            is_weight=slot.role is Role.WEIGHT,
             is_scale=slot.role is Role.SCALE,
             is_here=bool(slot.pieces),
         )
@@ -271,9 +271,9 @@ def _dtype_problem(arrival: Arrival, place: Place) -> str | None:
     """Say why its dtype cannot go there."""
     slot, dtype = place.slot, place.slot.owner.tensor.dtype
     wanted = DTYPE_NAMES.get(dtype, str(dtype))
-    if place.role is Role.WEIGHT and place.home.quantizes:
+    if place.is_weight and place.home.quantizes:
         return f"dtype must be BF16, F16, F32 or {FP8}, got {arrival.dtype}"
-    if place.role is Role.WEIGHT:
+    if place.is_weight:
         return (
             f"dtype must be {FP8}, got {arrival.dtype}: {slot.module} is no module of moefp8 that "
             "quantizes it"
@@ -283,7 +283,7 @@ def _dtype_problem(arrival: Arrival, place: Place) -> str | None:
             f"dtype must be {wanted}, got F32, which a load would keep: rounding makes biases "
             "equal; load a checkpoint that has it in F32 first, or cast it"
         )
-    if place.role is Role.PLAIN and arrival.dtype == FP8:
+    if slot.role is Role.PLAIN and arrival.dtype == FP8:
         return (
             f"an FP8 weight, but {slot.module or 'the model'} takes {wanted}; send it in {wanted}"
         )

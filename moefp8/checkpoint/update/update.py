@@ -119,9 +119,8 @@ class Update:
                 f"call was written:\n{listed(problems)}"
             )
         self._came |= came
-        for place, _ in arrived:
-            self._begun[place.weight] = None
-            self._has_scales |= place.is_scale
+        self._begun |= dict.fromkeys(place.weight for place, _ in arrived)
+        self._has_scales = self._has_scales or any(place.is_scale for place, _ in arrived)
         self._writer.write(arrived)
 
     def _match(
@@ -135,12 +134,12 @@ class Update:
         came: dict[str, _Came] = {}
         problems: list[str] = []
         scales: list[tuple[str, Place]] = []
-        known, before = self._places.by_name, self._came
+        known = self._places.by_name if self._rename is None else {}
+        before = self._came
         for name, tensor in pairs:
             place = known.get(name)
             if (
                 place is None
-                or self._rename is not None
                 or type(tensor) not in _PLAIN
                 or tensor.shape != place.shape
                 or tensor.dtype not in place.dtypes
@@ -252,9 +251,9 @@ def _listed_pairs(named_tensors: NamedTensors) -> list[tuple[str, torch.Tensor]]
         raise TypeError(f"{_RULE}, got {type(named_tensors).__name__}")
     items = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
     pairs = list(items)
-    for pair in pairs:
-        if not isinstance(pair, tuple | list) or len(pair) != 2:
-            raise TypeError(f"{_RULE}, got {type(pair).__name__}")
+    if set(map(type, pairs)) - {tuple, list} or set(map(len, pairs)) - {2}:
+        kinds = ", ".join(sorted({type(pair).__name__ for pair in pairs}))
+        raise TypeError(f"{_RULE}, got {kinds}")
     return pairs
 
 

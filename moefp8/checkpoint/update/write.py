@@ -38,36 +38,38 @@ class _Stack:
         transposed = kept_transposed(weight, home.parts)
         is_matrix = transposed is not None and transposed.ndim == 2
         self.transposed = transposed[None] if transposed is not None and is_matrix else transposed
-        self.matrices: list[torch.Tensor] = []  # to be quantized
+        self.matrices: list[torch.Tensor] = []  # that are to be quantized
         self.places: list[int] = []
 
-    def add(self, place: Place, tensor: torch.Tensor) -> None:
-        """Quantize a tensor into its place, now or with the next ones."""
-        if tensor.ndim == 2:
-            self.matrices.append(tensor)
-            self.places.append(place.first)
-        else:
-            held = tensor if place.stored is None else tensor[place.stored]
-            held = held.to(self.data.device)
-            self.matrices += held.reshape(place.count, *self.data.shape[1:]).unbind()
-            self.places += range(place.first, place.first + place.count)
-        if len(self.places) >= _AT_ONCE:
-            self.flush()
+    def add_stacked(self, place: Place, tensor: torch.Tensor) -> None:
+        """Let the matrices of a tensor [E, rows, K] be quantized."""
+        held = tensor if place.stored is None else tensor[place.stored]
+        held = held.to(self.data.device)
+        self.matrices += held.reshape(place.count, *self.data.shape[1:]).unbind()
+        self.places += range(place.first, place.first + place.count)
 
     def flush(self) -> None:
         """Quantize what was added, each dtype by itself."""
-        matrices, places, device = self.matrices, self.places, self.data.device
+        matrices, places = self.matrices, self.places
         self.matrices, self.places = [], []
-        if set(map(_DEVICE, matrices)) != {device} or not all(map(_IS_CONTIGUOUS, matrices)):
-            matrices = [x.to(device).contiguous() for x in matrices]
-        stack = self.data, self.scale_inv, self.transposed, self.parts
+        if len(set(places)) < len(places):  # of tied ones under two names, the later one stays
+            last = {place: i for i, place in enumerate(places)}
+            matrices, places = [matrices[i] for i in last.values()], list(last)
         dtypes = set(map(_DTYPE, matrices))
         if len(dtypes) == 1:
-            quantize_128x128_each_into(*stack, matrices, places)
+            self._quantize(matrices, places)
             return
         for dtype in dtypes:
             chosen = [i for i, x in enumerate(matrices) if x.dtype is dtype]
-            some, where = [matrices[i] for i in chosen], [places[i] for i in chosen]
+            self._quantize([matrices[i] for i in chosen], [places[i] for i in chosen])
+
+    def _quantize(self, matrices: list[torch.Tensor], places: list[int]) -> None:
+        """Quantize matrices of one dtype: few at once, of which there may be copies here."""
+        stack, device = (self.data, self.scale_inv, self.transposed, self.parts), self.data.device
+        for first in range(0, len(places), _AT_ONCE):
+            some, where = matrices[first : first + _AT_ONCE], places[first : first + _AT_ONCE]
+            if set(map(_DEVICE, some)) != {device} or not all(map(_IS_CONTIGUOUS, some)):
+                some = [x.to(device).contiguous() for x in some]
             quantize_128x128_each_into(*stack, some, where)
 
 
@@ -94,20 +96,24 @@ class Writer:
         halves: list[str] = []
         for place, tensor in arrived:
             home = place.home
-            if place.role is Role.WEIGHT and tensor.dtype is not E4M3:
-                if place.count:
-                    stack = stacks.get(home)
-                    if stack is None:
-                        stack = stacks[home] = self._stack_of(home)
-                    stack.add(place, tensor)
+            if place.count and place.is_weight and tensor.dtype is not E4M3:
+                stack = stacks.get(home)
+                if stack is None:
+                    stack = stacks[home] = self._stack_of(home)
+                if tensor.ndim == 2:
+                    stack.matrices.append(tensor)
+                    stack.places.append(place.first)
                 else:
-                    self._quantize_whole(place, tensor)
+                    stack.add_stacked(place, tensor)
                 continue
+            if place.is_weight:
+                self._copied.add(home)
+                if tensor.dtype is not E4M3:
+                    self._quantize_whole(place, tensor)
+                    continue
             if place.weight.role is Role.MASTER:
                 self._masters.add(place.weight)
                 halves += self._note(place, tensor)
-            elif place.role is Role.WEIGHT:
-                self._copied.add(home)
             for target, source in self._copies(place, tensor):
                 key = target.dtype, target.device, source.dtype, source.device
                 targets, sources = copies.setdefault(key, ([], []))
@@ -154,11 +160,10 @@ class Writer:
             _bytes(weight.detach()[here]).copy_(_bytes(data[there]))
         for there, here in of_scales.pieces:
             scales[here] = scale_inv[there]
-        self._copied.add(place.home)
 
     def _note(self, place: Place, tensor: torch.Tensor) -> Iterable[str]:
         """Note codes or scales of a master weight; returns the parts that may be scaled now."""
-        if place.role is Role.SCALE:
+        if place.is_scale:
             owner = place.slot.owner
             if owner not in self.tensors:
                 device = self.tensors[place.weight.owner].device
@@ -175,13 +180,13 @@ class Writer:
         self, place: Place, tensor: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield pairs of what is written and what is copied there."""
-        if tensor.dtype is E4M3 and place.role is Role.WEIGHT:
+        if place.is_weight:
             tensor = _bytes(tensor)
         if place.count and tensor.ndim == 2:
             yield self._matrices_of(place.home)[place.first], tensor
             return
         own = self.tensors[place.slot.owner].detach()
-        own = _bytes(own) if place.role is Role.WEIGHT else own
+        own = _bytes(own) if place.is_weight else own
         for there, here in place.slot.pieces:
             yield own[here], tensor[there]
 
