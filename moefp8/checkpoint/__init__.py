@@ -12,14 +12,13 @@ from .inspect import Inspection, fp8_layers, fp8_modules, inspect_checkpoint
 from .load import LoadReport, load_checkpoint
 from .quantize import QuantizeReport, WeightReport, quantize_checkpoint
 from .save import save_checkpoint
-from .update import Update, updating
+from .update import updating
 
 __all__ = [
     "CheckpointError",
     "Inspection",
     "LoadReport",
     "QuantizeReport",
-    "Update",
     "WeightReport",
     "fp8_layers",
     "fp8_modules",

@@ -9,10 +9,8 @@ from ..files.config import is_leftover, says_separate
 from ..files.header import FP8, Entry
 from ..files.names import SCALE_SUFFIX, Rename, canonical, renamed, weight_of_scale
 from ..files.source import Source, disagreement, kept_entries
-from ..model.fit import misfit, unknown, widens
+from ..model.fit import expert_problem, misfit, widens
 from ..model.slots import Inventory, ModelTensor, Role, Slot
-
-_WAY_OUT = "ignore= it if that is intended"
 
 
 @dataclass(frozen=True)
@@ -104,7 +102,8 @@ class _Matcher:
         elif is_leftover(self.source.config, entry.key):
             self.assignment.ignored.append(entry.key)
         elif not self._told_at_weight(name):
-            self.problems.append(unknown(entry, name, self.inventory, _WAY_OUT))
+            extra = "extra, the model has no place for it; ignore= it if that is intended"
+            self.problems.append(f"{entry}: {expert_problem(name, self.inventory) or extra}")
 
     def _is_left_out(self, slot: Slot) -> bool:
         """Whether it is the scale of a master weight, and FP8 modules alone are looked at."""

@@ -77,10 +77,10 @@ def widens(entry: Entry, slot: Slot) -> bool:
     return is_bias and entry.dtype == "F32" and slot.owner.tensor.itemsize == 2
 
 
-def unknown(entry: Entry, name: str, inventory: Inventory, way_out: str) -> str:
-    """Say that the model has no place for entry, which is called name there."""
-    expert = split_expert(canonical(name))
+def expert_problem(key: str, inventory: Inventory) -> str | None:
+    """Say so if key is of an expert that the model would have if it had more of them."""
+    expert = split_expert(canonical(key))
     num_experts = inventory.experts.get(expert[0]) if expert else None
     if expert and num_experts is not None and expert[1] >= num_experts:
-        return f"{entry}: expert {expert[1]}, but {expert[0]} has {num_experts} experts"
-    return f"{entry}: extra, the model has no place for it; {way_out}"
+        return f"expert {expert[1]}, but {expert[0]} has {num_experts} experts"
+    return None

@@ -20,7 +20,7 @@ from ...layers.trainable import TrainableModule
 from ..files.config import is_leftover
 from ..files.header import DTYPE_NAMES, FP8, TORCH_DTYPES
 from ..files.names import Rename, canonical, folded, scale_of_weight
-from ..model.fit import dtype_problem, shape_problem, unknown, widens
+from ..model.fit import dtype_problem, expert_problem, shape_problem, widens
 from ..model.record import recall
 from ..model.skeleton import renaming, skeleton_around
 from ..model.slots import Inventory, ModelTensor, Role, Slot, persistent_tensors
@@ -152,7 +152,8 @@ class Places:
         """Say that there is no place for it, and which names are near."""
         near = get_close_matches(folded(arrival.key), self._patterns, 1)
         way_out = f"near is {near[0]}" if near else "no name is near"
-        return unknown(arrival, arrival.key, self.inventory, way_out)
+        extra = f"extra, the model has no place for it; {way_out}"
+        return f"{arrival}: {expert_problem(arrival.key, self.inventory) or extra}"
 
     def misfit(self, arrival: Arrival, place: Place) -> str | None:
         """Say why it cannot go there."""

@@ -23,50 +23,51 @@ _RULE = "update.add: takes a mapping of names to tensors, or pairs (name, tensor
 
 @contextmanager
 def updating(model: nn.Module, *, rename: Callable[[str], str] | None = None) -> "Iterator[Update]":
-    """Let a trainer's tensors take the place of a model's, in place, while it serves.
+    """Write a trainer's tensors into a model while it serves: in place, bucket by bucket.
 
         with moefp8.updating(model) as update:
-            for bucket in buckets:  # of a trainer: [(name, tensor), ...] or {name: tensor}
+            for bucket in buckets:  # {name: tensor}, or pairs (name, tensor)
                 update.add(bucket)
 
-    No tensor moves, so CUDA graphs of the model go on without a new capture, and their next replay
-    computes with the new weights. So does what is derived of weights and kept: transposed FP8
-    weights, FP8 codes of master weights, FP8 weights beside those of transformers' experts, and at
-    the next `generate` what `moefp8.hf.DecodingGraphs` has merged. A layer's tensors need not come
-    together, and a block may bring some tensors of the model alone. After it, `state_dict` is what
-    a load of the same tensors gives, bit by bit.
+    No tensor moves, so CUDA graphs of the model stay as they are, and their next replay computes
+    with the new weights. What is made of weights and kept follows in its own memory: transposed FP8
+    weights, FP8 codes of master weights, and FP8 weights beside experts of transformers;
+    `moefp8.hf.DecodingGraphs` copies what it has merged at its next `generate`. A block may bring
+    some tensors of the model alone, in any order. After it, the `state_dict` has the bits that a
+    load of the same tensors gives.
 
-    Copies and kernels run on the current streams, and nothing waits for a GPU. So tensors on a GPU
-    may be freed or written after `add` as after any operation of that stream, and replays on other
-    streams have to wait for it, as for any write.
+    Names are those that `load_checkpoint` takes for this model, and in a model of transformers also
+    those that transformers renames: experts one by one (`mlp.experts.3.gate_proj.weight`) or
+    stacked (`mlp.experts.gate_up_proj` [E, 2I, H], gate rows first). Tensors are whole and on any
+    device. Of a model that `shard` or expert parallelism has cut, each rank takes them all, keeps
+    its part, and passes over experts of other ranks.
 
-    Names are those of `load_checkpoint`, for this model: experts one by one
-    (`model.layers.0.mlp.experts.3.gate_proj.weight`) or stacked (`...experts.gate_up_proj`
-    [E, 2I, H], gate rows first), and as transformers renames them in a model of its own. Tensors
-    are whole, also for a model that `shard` or expert parallelism has cut: each rank keeps its
-    part, and passes over experts of others.
-
-    Tensors may be on any device:
-
-    - FP8 weights of moefp8's modules take bf16, fp16 or fp32, which becomes codes and scales as
-      `convert` and `trainable=True` make them, on the model's device; or E4M3 codes and their
-      `*_scale_inv`, both of them, in one call or in two. Values are not looked at: a scale that is
-      NaN is written.
-    - Master weights take any float dtype, cast to theirs, or codes and scales, dequantized.
+    - FP8 weights take bf16, fp16 or fp32, quantized on the model's device by the rule of `convert`
+      and `trainable=True`; or E4M3 codes and their `*_scale_inv`, in one call or in two.
+    - Master weights take any float dtype, cast to theirs; or codes and scales, dequantized.
     - All else takes what `load_checkpoint` takes, cast to its dtype.
 
-    Of what has begun to come, all has to come: all experts of a stack, gate and up, codes and
-    scales. An exception that leaves the block says nothing of missing parts, and the model is then
-    partly written: update it again, or load it, before using it.
+    `update.add` checks names, shapes and dtypes of all that it is given before it writes any of it;
+    values are not looked at. It works on the current stream of each device and waits for no GPU:
+    tensors may be freed or written again after it as after any operation of that stream, and
+    replays on another stream have to wait for this one.
+
+    A block has to bring all parts of each tensor that it begins: all experts of a stack, gate and
+    up, codes and scales. An exception that leaves it says nothing of missing parts; the model is
+    then partly written, and has to be updated or loaded before it is used.
 
     Args:
         model: filled, on real devices.
         rename: name of a tensor -> name in the model, where a trainer has names of its own.
 
     Raises:
-        ValueError: at the begin, if tensors of the model cannot be written, such as DTensors or
-            those on the meta device. At the end, if parts of what has begun are missing: it names
-            the first five and says how many there are.
+        ValueError: on entry, for a model that cannot be written, as with DTensors or on the meta
+            device. At the end of the block, for missing parts: it names the first five. By
+            `update.add`, for names that the model does not know (it tells the nearest), for other
+            shapes and dtypes, and for what came before in this block; a tied tensor may come under
+            each of its names, and the last one stays.
+        TypeError: by `update.add`, for anything but pairs of str and tensor.
+        RuntimeError: by `update.add`, after the block, or while a CUDA graph is captured.
     """
     update = Update(model, rename)
     try:
@@ -77,7 +78,7 @@ def updating(model: nn.Module, *, rename: Callable[[str], str] | None = None) ->
 
 
 class Update:
-    """A block of `updating`."""
+    """What a block of `updating` is given."""
 
     def __init__(self, model: nn.Module, rename: Callable[[str], str] | None) -> None:
         if not isinstance(model, nn.Module):
@@ -96,16 +97,7 @@ class Update:
             )
 
     def add(self, named_tensors: NamedTensors) -> None:
-        """Write a bucket: a mapping, or an iterable of pairs (name, tensor). It may be empty.
-
-        Raises:
-            ValueError: a name that the model does not know, with the nearest that it knows; another
-                shape or a dtype that does not fit; a tensor that came before in this block, or a
-                part of it, unless it is tied and comes under another name: then the later one
-                stays. All are checked before anything is written; what earlier calls wrote stays.
-            TypeError: no pairs of a str and a tensor.
-            RuntimeError: after the block, or while a CUDA graph is captured.
-        """
+        """Write a bucket: a mapping of names to tensors, or pairs of both; see `updating`."""
         if self._writer is None:
             raise RuntimeError("update.add: the block of moefp8.updating has ended; open another")
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
