@@ -11,6 +11,7 @@ import moefp8
 from moefp8.hf import DecodingGraphs
 from tests.checkpoint.transformers_cases import assert_equal, fp8_of
 from tests.checkpoint.update.cases import buckets, update
+from tests.gpu import on_gpu
 from tests.hf.model_cases import prompt, tensors_of
 
 
@@ -62,6 +63,33 @@ def twice(model: torch.nn.Module) -> dict[str, torch.Tensor]:
         name: torch.randn_like(x) * 0.05 if x.ndim == 3 else x
         for name, x in model.state_dict().items()
     }
+
+
+@on_gpu
+@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_graphs_of_a_model_go_on_with_the_weights_of_a_fresh_load(bf16, compile):
+    """Nothing is captured again: neither a whole model, nor steps of `DecodingGraphs`."""
+    model = spoiled(fp8_of(bf16).cuda().eval())
+    with torch.no_grad():
+        for x in model.parameters():
+            if x.dtype in (torch.bfloat16, torch.float32):
+                x.fill_(0.01)
+    wanted, ids = fp8_of(bf16).cuda().eval(), prompt().cuda()
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    graphs = DecodingGraphs(model, compile=compile)
+    graphs.generate(ids, **options)
+    graph = torch.cuda.CUDAGraph()
+    with torch.inference_mode():
+        model(ids, use_cache=False)
+        with torch.cuda.graph(graph):
+            logits = model(ids, use_cache=False).logits
+    update(model, *buckets({name: x.cuda() for name, x in tensors_of(bf16).items()}, 3))
+    graph.replay()
+    with torch.inference_mode():
+        assert torch.equal(logits, wanted(ids, use_cache=False).logits)
+    fresh = DecodingGraphs(wanted, compile=compile)
+    assert torch.equal(graphs.generate(ids, **options), fresh.generate(ids, **options))
+    assert graphs.num_graphs == 1
 
 
 def test_experts_that_transformers_keeps_follow_in_their_memory(bf16):

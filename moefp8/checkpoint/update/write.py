@@ -94,6 +94,7 @@ class Writer:
         copies: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         stacks: dict[Home, _Stack] = {}
         halves: list[str] = []
+        written: set[ModelTensor] = set()
         for place, tensor in arrived:
             home = place.home
             if place.count and place.is_weight and tensor.dtype is not E4M3:
@@ -106,6 +107,7 @@ class Writer:
                 else:
                     stack.add_stacked(place, tensor)
                 continue
+            written.add(home.owner)
             if place.is_weight:
                 self._copied.add(home)
                 if tensor.dtype is not E4M3:
@@ -126,6 +128,9 @@ class Writer:
         for part in dict.fromkeys(halves):
             if part in self._codes and part in self._scales:
                 self._scale(part)
+        # In this mode, a view of another dtype counts no version of what it is a view of.
+        changed = [self.tensors[owner] for owner in written]
+        torch.autograd.graph.increment_version([x for x in changed if not x.is_inference()])
 
     @torch.inference_mode()  # else tensors that were made in this mode could not be written to
     def follow(self) -> None:

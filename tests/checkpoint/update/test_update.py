@@ -167,6 +167,17 @@ def test_stacks_in_bf16_are_copied():
         assert bytes_of(model.get_parameter(name.removeprefix("model."))) == bytes_of(wanted)
 
 
+@pytest.mark.parametrize("make", [trainer_tensors, deepseek_tensors])
+@pytest.mark.parametrize("plan", [{}, {"*.experts": "intermediate", "*.gate_proj": "rows"}])
+def test_writes_are_counted_as_those_of_torch_are(make, plan):
+    """Whoever keeps what is made of a weight, and autograd, see that it has changed."""
+    model = moefp8.shard(Tiny(1), plan, 1, 2) if plan else Tiny(1)
+    before = {name: x._version for name, x in model.state_dict(keep_vars=True).items()}
+    update(model, make(1))
+    now = {name: x._version for name, x in model.state_dict(keep_vars=True).items()}
+    assert [name for name, version in now.items() if version == before[name]] == []
+
+
 def test_a_model_that_changed_is_looked_at_again(tmp_path):
     tensors = trainer_tensors()
     update(model := spoiled_tiny(), tensors)
