@@ -182,7 +182,7 @@ def lines_of(rows: Rows) -> list[str]:
         goal = GOALS.get(name, GOAL_WITH_TRANSPOSED)
         verdict = "met" if row["share_of_copy"] <= goal else "MISSED"
         lines.append(
-            f"{name}, {row['num_tensors']} tensors: {row['ms']:.1f} ms (host {row['host_ms']:.1f}), "
+            f"{name}, {row['num_tensors']} tensors: {row['ms']:.1f} ms, host {row['host_ms']:.1f}, "
             f"{row['share_of_copy']:.2f} of {COPIES[name.removesuffix(WITH_TRANSPOSED)]}'s "
             f"{row['copy_ms']:.1f} ms  goal {goal:.2f}: {verdict}"
         )

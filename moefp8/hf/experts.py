@@ -224,11 +224,11 @@ def _empty(weights: torch.Tensor, halves: int) -> BlockScaled:
 
 def _quantize(weights: torch.Tensor, halves: int, q: BlockScaled) -> None:
     """Quantize one expert at a time, so that only that one's values are copied."""
-    for weight, data, scale_inv in zip(weights, *q, strict=True):
-        halved = weight.contiguous().unflatten(0, (halves, -1))
-        of_halves = (x.unflatten(0, (halves, -1)) for x in (data, scale_inv))
-        for x, codes, scales in zip(halved, *of_halves, strict=True):
-            quantize_128x128_each_into(codes[None], scales[None], None, 1, [x], [0])
+    stack = [x.view(halves * len(x), -1, x.shape[-1]) for x in q]
+    for expert, weight in enumerate(weights):
+        matrices = list(weight.contiguous().unflatten(0, (halves, -1)).unbind())
+        places = list(range(expert * halves, (expert + 1) * halves))
+        quantize_128x128_each_into(*stack, None, halves, matrices, places)
 
 
 def _stored(module: nn.Module, name: str, data: torch.Tensor, halves: int) -> BlockScaled:

@@ -35,6 +35,7 @@ from tests.checkpoint.update.cases import (
     trainer_tensors,
     update,
 )
+from tests.fakes.emulator import emulated
 
 
 @pytest.mark.parametrize("naming", [str, qwen_name, minimax_name])
@@ -61,6 +62,19 @@ def test_codes_and_scales_are_taken_as_they_are(tmp_path, scales, num_calls):
     tensors = deepseek_tensors(1, scales)
     update(model := spoiled_tiny(), *buckets(tensors, num_calls))
     assert_same_model(model, loaded(tmp_path, tensors, Tiny(1)))
+
+
+@pytest.mark.parametrize("form", [dict, stacked])
+def test_kernels_are_given_what_the_cpu_quantizes(tmp_path, form):
+    """Of a stack, all experts of a call are one launch."""
+    tensors = trainer_tensors()
+    model = spoiled_tiny()
+    with emulated() as gpu:
+        update(model, form(tensors))
+    assert_same_model(model, quantized(tmp_path, tensors))
+    assert {launch.kernel.source.stem for launch in gpu.launched} == {"each"}
+    grids = sorted(launch.grid for launch in gpu.launched)  # blocks of 128x128
+    assert grids == sorted([5 * 2, 3 * 2, 2 * 3, 2 * E * 3 * 2, E * 2 * 3])
 
 
 def test_experts_may_come_in_both_formats(tmp_path):
