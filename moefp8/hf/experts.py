@@ -110,10 +110,15 @@ class _Cache:
     """
 
     def __init__(self, module: nn.Module, experts: _Experts, *weights: BlockScaled) -> None:
-        self.experts, self.weights, self.is_stale = experts, weights, False
+        self.experts, self.weights = experts, weights
+        self.note(module)
+        _CACHES.add(self)
+
+    def note(self, module: nn.Module) -> None:
+        """Note that the weights are those of the module as it is now."""
+        self.is_stale = False
         self.made_of = list(module.parameters(recurse=False))
         self.states = _states_of(module)
-        _CACHES.add(self)
 
     def is_of(self, module: nn.Module) -> bool:
         return not self.is_stale and _states_of(module) == self.states
@@ -174,8 +179,9 @@ def _prepare(module: nn.Module, before: _Cache | None) -> _Cache:
     is_plain = not (module.has_bias or getattr(module, "has_post_expert_norm", False))
     is_swiglu = bool(limits) and is_plain
     if before is not None and before.is_of_memory_of(module):
-        weights = _weights(module, 1 + is_swiglu, before.weights)
-        return _Cache(module, before.experts, *weights)
+        _weights(module, 1 + is_swiglu, before.weights)
+        before.note(module)
+        return before
     weights = _weights(module, 1 + is_swiglu)
     experts = _any_experts(module, *weights)
     if is_swiglu:

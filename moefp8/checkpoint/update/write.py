@@ -121,6 +121,9 @@ class Writer:
                 targets, sources = copies.setdefault(key, ([], []))
                 targets.append(target)
                 sources.append(source)
+        # In this mode, a view of another dtype counts no version of what it is a view of.
+        changed = [self.tensors[owner] for owner in written]
+        torch.autograd.graph.increment_version([x for x in changed if not x.is_inference()])
         for stack in stacks.values():
             stack.flush()
         for targets, sources in copies.values():
@@ -128,9 +131,6 @@ class Writer:
         for part in dict.fromkeys(halves):
             if part in self._codes and part in self._scales:
                 self._scale(part)
-        # In this mode, a view of another dtype counts no version of what it is a view of.
-        changed = [self.tensors[owner] for owner in written]
-        torch.autograd.graph.increment_version([x for x in changed if not x.is_inference()])
 
     @torch.inference_mode()  # else tensors that were made in this mode could not be written to
     def follow(self) -> None:
