@@ -127,7 +127,7 @@ class Update:
         problems: list[str] = []
         scales: list[tuple[str, Place]] = []
         known = self._places.by_name if self._rename is None else {}
-        before = self._came
+        before, has_twins = self._came, False
         for name, tensor in pairs:
             place = known.get(name)
             if (
@@ -143,13 +143,15 @@ class Update:
                     continue
             entry = name, place, tensor.dtype is E4M3
             for part in place.parts:
-                if (part in came or part in before) and self._is_double(part, came, entry):
-                    other, *_ = came.get(part) or before[part]
-                    problems.append(
-                        f"{name}: {other} came for {part} in this block already; a block takes "
-                        "each tensor once"
-                    )
-                    break
+                if part in came or part in before:
+                    other = came.get(part) or before[part]
+                    if not _are_twins(other[1], place):
+                        problems.append(
+                            f"{name}: {other[0]} came for {part} in this block already; a block "
+                            "takes each tensor once"
+                        )
+                        break
+                    has_twins = True
                 came[part] = entry
             else:
                 if place.is_scale:
@@ -157,6 +159,8 @@ class Update:
                 if place.is_here:
                     arrived.append((place, tensor))
         problems += self._check_scales(came, scales)
+        if has_twins:  # of those that fill the same, the last one is written
+            arrived = list({(x.home, x.parts): (x, tensor) for x, tensor in arrived}.values())
         return arrived, came, problems
 
     def _judge(self, name: str, tensor: torch.Tensor, problems: list[str]) -> Place | None:
@@ -175,12 +179,6 @@ class Update:
             problems.append(f"{name}: {problem}")
             return None
         return place
-
-    def _is_double(self, part: str, came: dict[str, _Came], entry: _Came) -> bool:
-        """Whether another tensor came for a part: not the same tied one under another name."""
-        one, other = (came.get(part) or self._came[part])[1], entry[1]
-        is_tied = one.home is other.home and one.parts == other.parts
-        return not is_tied or one.slot.name == other.slot.name
 
     def _check_scales(
         self, came: dict[str, _Came], scales: list[tuple[str, Place]]
@@ -257,3 +255,9 @@ def _not_readable(tensor: torch.Tensor) -> str | None:
         kind = type(tensor).__name__
         return f"a {kind} has no values of its own; send a whole tensor, as full_tensor() gives it"
     return None if tensor.layout is torch.strided else not_dense(tensor)
+
+
+def _are_twins(one: Place, other: Place) -> bool:
+    """Whether they are one tied tensor under two names."""
+    is_tied = one.home is other.home and one.parts == other.parts
+    return is_tied and one.slot.name != other.slot.name

@@ -52,9 +52,6 @@ class _Stack:
         """Quantize what was added, each dtype by itself."""
         matrices, places = self.matrices, self.places
         self.matrices, self.places = [], []
-        if len(set(places)) < len(places):  # of tied ones under two names, the later one stays
-            last = {place: i for i, place in enumerate(places)}
-            matrices, places = [matrices[i] for i in last.values()], list(last)
         dtypes = set(map(_DTYPE, matrices))
         if len(dtypes) == 1:
             self._quantize(matrices, places)

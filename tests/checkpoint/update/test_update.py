@@ -140,6 +140,20 @@ def test_a_tied_tensor_may_come_under_both_names():
     assert torch.equal(model.model.embed_tokens.weight, weight)
     update(model, {"model.embed_tokens.weight": weight + 1}, {"lm_head.weight": weight + 1})
     assert torch.equal(model.lm_head.weight, weight + 1)
+    update(model, {"lm_head.weight": weight, "model.embed_tokens.weight": weight - 1})
+    assert torch.equal(model.lm_head.weight, weight - 1)
+
+
+def test_a_tied_fp8_weight_may_come_under_both_names():
+    model = nn.ModuleDict({name: FP8Linear(H, I, bias=False) for name in ("one", "other")})
+    for name in ("weight", "weight_scale_inv"):
+        model["other"]._parameters[name] = model["one"]._parameters[name]
+    plain = nn.Linear(H, I, bias=False).bfloat16()
+    sent = {"one.weight": torch.zeros(I, H), "other.weight": plain.weight.detach().float()}
+    update(model, sent)
+    wanted = FP8Linear.from_linear(plain)
+    assert bytes_of(model["one"].weight) == bytes_of(wanted.weight)
+    assert bytes_of(model["other"].weight_scale_inv) == bytes_of(wanted.weight_scale_inv)
 
 
 def test_names_of_a_trainer():
