@@ -232,9 +232,9 @@ def _quantize(weights: torch.Tensor, halves: int, q: BlockScaled) -> None:
     """Quantize one expert at a time, so that only that one's values are copied."""
     stack = [x.view(halves * len(x), -1, x.shape[-1]) for x in q]
     for expert, weight in enumerate(weights):
-        matrices = list(weight.contiguous().unflatten(0, (halves, -1)).unbind())
+        matrices = weight.contiguous().unflatten(0, (halves, -1))
         places = list(range(expert * halves, (expert + 1) * halves))
-        quantize_128x128_each_into(*stack, None, halves, matrices, places)
+        quantize_128x128_each_into(*stack, None, halves, [matrices], places)
 
 
 def _stored(module: nn.Module, name: str, data: torch.Tensor, halves: int) -> BlockScaled:

@@ -1,7 +1,8 @@
 """Quantize weights that lie anywhere into a stack of E4M3 weights: what comes of a trainer.
 
-M matrices [N, K] become some of the S matrices of a stack. In its transpose, `parts` of them lie
-side by side: 2 for gate and up. Numerics are those of `numerics.py`.
+M matrices [N, K] become some of the S matrices of a stack; they come one by one or as stacks
+[n, N, K]. In the transpose, `parts` of them lie side by side: 2 for gate and up. Numerics are those
+of `numerics.py`.
 """
 
 from collections.abc import Sequence
@@ -37,9 +38,10 @@ def _check(
     _check_stack(data, scale_inv, transposed, parts)
     if not _are_like(data, matrices):
         _check_matrices(data, matrices)
-    if len(matrices) != len(places):
+    num_matrices = sum(x.shape[0] if x.ndim == 3 else 1 for x in matrices)
+    if num_matrices != len(places):
         raise ValueError(
-            f"{_OP}: each matrix must have a place, got {len(matrices)} matrices and "
+            f"{_OP}: each matrix must have a place, got {num_matrices} matrices and "
             f"{len(places)} places"
         )
     if places and not (min(places) >= 0 and max(places) < len(data)):
@@ -49,7 +51,7 @@ def _check(
 
 
 def _are_like(data: torch.Tensor, matrices: Sequence[torch.Tensor]) -> bool:
-    """Whether all fit the stack, which few passes over them find."""
+    """Whether all are matrices that fit the stack, which few passes over them find."""
     dtypes, shapes, devices = (set(map(get, matrices)) for get in _ATTRIBUTES)
     are_alike = len(dtypes) == 1 and dtypes <= set(FLOATS) and shapes == {data.shape[1:]}
     are_here = devices == {data.device}
@@ -58,8 +60,12 @@ def _are_like(data: torch.Tensor, matrices: Sequence[torch.Tensor]) -> bool:
 
 def _check_matrices(data: torch.Tensor, matrices: Sequence[torch.Tensor]) -> None:
     for w in matrices:
-        check_tensor(_OP, "matrices", w, FLOATS, 2)
-        check_shape(_OP, "matrices", w, data.shape[1:], "those of the stack")
+        check_tensor(_OP, "matrices", w, FLOATS)
+        if w.ndim not in (2, 3) or w.shape[-2:] != data.shape[1:]:
+            raise ValueError(
+                f"{_OP}: matrices must be [N, K] or [n, N, K] with [N, K] = "
+                f"{list(data.shape[1:])}, as in the stack, got {list(w.shape)}"
+            )
         check_same_device(_OP, data=data, matrices=w)
         if w.dtype != matrices[0].dtype:
             raise TypeError(
@@ -115,13 +121,25 @@ def _body(
 ) -> None:
     _check(data, scale_inv, transposed, parts, matrices, places)
     n = data.shape[1]
-    for w, place in zip(matrices, places, strict=True):
+    each = [w for x in matrices for w in (x if x.ndim == 3 else [x])]
+    for w, place in zip(each, places, strict=True):
         numerics.quantize_128x128_into(w, data[place], scale_inv[place])
         if transposed is not None:
             matrix, part = divmod(place, parts)
             columns = transposed[matrix].view(torch.uint8).unflatten(-1, (parts, -1))[:, part]
             columns[:, :n].copy_(data[place].view(torch.uint8).mT)
             columns[:, n:].zero_()
+
+
+def _addresses(matrices: Sequence[torch.Tensor], num_matrices: int) -> list[int]:
+    """Where each matrix begins, also each of a stack."""
+    if len(matrices) == num_matrices:
+        return list(map(torch.Tensor.data_ptr, matrices))
+    addresses: list[int] = []
+    for x in matrices:
+        begin, size = x.data_ptr(), x.shape[-2] * x.shape[-1] * x.element_size()
+        addresses += range(begin, begin + x.nbytes, size)
+    return addresses
 
 
 def _launch(
@@ -134,7 +152,7 @@ def _launch(
 ) -> None:
     """One kernel on the current stream for each 256 matrices that have elements."""
     _check(data, scale_inv, transposed, parts, matrices, places)
-    if data.numel() == 0 or not matrices:
+    if data.numel() == 0 or not places:
         return
     dtype, k, device_index = matrices[0].dtype, data.shape[2], data.get_device()
     layouts = layout_of(data), None if transposed is None else layout_of(transposed)
@@ -143,10 +161,11 @@ def _launch(
         scale_inv.data_ptr(),
         0 if transposed is None else transposed.data_ptr(),
     )
-    num_launches = -(-len(matrices) // MAX_MATRICES)
-    step = -(-len(matrices) // num_launches)  # launches of the same size share one that is prepared
-    for first in range(0, len(matrices), step):
-        addresses = list(map(torch.Tensor.data_ptr, matrices[first : first + step]))
+    of_all = _addresses(matrices, len(places))
+    num_launches = -(-len(places) // MAX_MATRICES)
+    step = -(-len(places) // num_launches)  # launches of the same size share one that is prepared
+    for first in range(0, len(places), step):
+        addresses = of_all[first : first + step]
         words = words_of(places[first : first + step])
         vectorized = is_vectorized(k, addresses, data, transposed, parts)
         size = len(addresses)
@@ -159,10 +178,11 @@ def _launch(
         launch.on(device_index, (*stack, *addresses, *words))
 
 
-# Quantizes each of `matrices` [N, K], contiguous and of one dtype (bf16, fp16 or fp32), into the
-# place of the stack that `places` says: data e4m3 [S, N, K], scale_inv fp32 [S, ceil(N/128),
-# ceil(K/128)], both contiguous; and into its transpose e4m3 [S / parts, K, parts * width], N <=
-# width <= N rounded up to 128, whose columns behind the N of a part become zeros. Places differ.
+# Quantizes each of `matrices`, [N, K] or stacks [n, N, K], contiguous and of one dtype (bf16, fp16 or
+# fp32), into the place of the stack that `places` tells for it: data e4m3 [S, N, K], scale_inv fp32
+# [S, ceil(N/128), ceil(K/128)], both contiguous; and into its transpose e4m3 [S / parts, K,
+# parts * width], N <= width <= N rounded up to 128, whose columns behind the N of a part become
+# zeros. Places differ.
 quantize_128x128_each_into = register(
     f"{_OP}(Tensor(a!) data, Tensor(b!) scale_inv, Tensor(c!)? transposed, int parts, "
     "Tensor[] matrices, int[] places) -> ()",

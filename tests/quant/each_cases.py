@@ -1,5 +1,6 @@
 """Matrices that become some of a stack, and what has to come of them."""
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
@@ -45,10 +46,12 @@ def assert_right(
     shift: int = 0,
     device: str = "cpu",
     repeats: int = 1,
+    stacked: Sequence[int] = (),
     launching: AbstractContextManager[object] | None = None,
 ) -> None:
     """Quantize one matrix for each place, and check the whole stack.
 
+    stacked: how many matrices come together, in turn; () sends each alone.
     shift: elements by which each matrix begins behind an aligned address.
     launching: what the op runs in, if anything.
     """
@@ -57,9 +60,12 @@ def assert_right(
     made = untouched(stack, parts, n, k, device)
     if not with_transposed:
         made = made._replace(transposed=None)
+    sent = (
+        [x.contiguous() for x in torch.stack(matrices).split([*stacked])] if stacked else matrices
+    )
     with launching or nullcontext():
         for _ in range(repeats):
-            quantize_128x128_each_into(*made, parts, matrices, places)
+            quantize_128x128_each_into(*made, parts, sent, places)
     whole = torch.zeros(stack, n, k, dtype=dtype)
     for x, place in zip(matrices, places, strict=True):
         whole[place] = x.cpu()

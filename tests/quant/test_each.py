@@ -52,6 +52,16 @@ def test_nothing_waits_for_the_gpu():
         quantize_128x128_each_into(*made, 2, matrices, [3, 2, 1, 0])
 
 
+@pytest.mark.parametrize("with_transposed", [False, True])
+@on_cpu_and_gpu
+def test_matrices_may_come_as_stacks(device, with_transposed):
+    options = {"places": [5, 0, 3, 2], "with_transposed": with_transposed, "device": device}
+    for shape in ((16, 48), (129, 131)):
+        assert_right(*shape, stacked=[1, 3], **options)
+        assert_right(*shape, stacked=[4], **options)
+        assert_right(*shape, stacked=[0, 4, 0], **options)
+
+
 def test_a_write_counts_versions_up():
     made = untouched(2, 1, 16, 16)
     before = [x._version for x in made]
@@ -78,7 +88,7 @@ def test_what_does_not_fit_is_named(request, launched):
 
     run()
     for bad, error, message in (
-        ({"matrices": [w, w.mT]}, ValueError, r"matrices must be .* = \[6, 5\], got \[5, 6\]"),
+        ({"matrices": [w, w.mT]}, ValueError, r"with \[N, K\] = \[6, 5\], .* got \[5, 6\]"),
         ({"matrices": [w, w.float()]}, TypeError, "one dtype, got torch.bfloat16 and torch.float"),
         ({"matrices": [w, w.double()]}, TypeError, "matrices must be bfloat16 or float16"),
         ({"matrices": [w, weights(6, 10)[:, ::2]]}, ValueError, "matrices must be contiguous"),

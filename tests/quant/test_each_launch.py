@@ -53,6 +53,7 @@ def test_the_kernels_text_writes_its_places_and_nothing_else(functions, dtype):
             check(*shape, places=[4, 1, 5], with_transposed=with_transposed)
     check(16, 48, places=[0, 2], parts=3)
     check(16, 48, places=[0], shift=3)
+    check(16, 48, places=[5, 1, 2, 0], stacked=[3, 1])
     names = {launch.kernel.name for launch in driver.launched}
     assert names == {x.name for x in room.needed_kernels(dtype, 16)}
 

@@ -38,15 +38,16 @@ class _Stack:
         transposed = kept_transposed(weight, home.parts)
         is_matrix = transposed is not None and transposed.ndim == 2
         self.transposed = transposed[None] if transposed is not None and is_matrix else transposed
-        self.matrices: list[torch.Tensor] = []  # that are to be quantized
+        self.matrices: list[torch.Tensor] = []  # [N, K], to be quantized
         self.places: list[int] = []
 
-    def add_stacked(self, place: Place, tensor: torch.Tensor) -> None:
-        """Let the matrices of a tensor [E, rows, K] be quantized."""
+    def quantize(self, place: Place, tensor: torch.Tensor) -> None:
+        """Quantize a tensor [E, rows, K] into its place."""
         held = tensor if place.stored is None else tensor[place.stored]
-        held = held.to(self.data.device)
-        self.matrices += held.reshape(place.count, *self.data.shape[1:]).unbind()
-        self.places += range(place.first, place.first + place.count)
+        held = held.to(self.data.device).reshape(place.count, *self.data.shape[1:])
+        places = list(range(place.first, place.first + place.count))
+        stack = self.data, self.scale_inv, self.transposed, self.parts
+        quantize_128x128_each_into(*stack, [held.contiguous()], places)
 
     def flush(self) -> None:
         """Quantize what was added, each dtype by itself."""
@@ -56,7 +57,7 @@ class _Stack:
         if len(dtypes) == 1:
             self._quantize(matrices, places)
             return
-        for dtype in dtypes:
+        for dtype in dtypes:  # no matrix at all has none
             chosen = [i for i, x in enumerate(matrices) if x.dtype is dtype]
             self._quantize([matrices[i] for i in chosen], [places[i] for i in chosen])
 
@@ -102,7 +103,7 @@ class Writer:
                     stack.matrices.append(tensor)
                     stack.places.append(place.first)
                 else:
-                    stack.add_stacked(place, tensor)
+                    stack.quantize(place, tensor)
                 continue
             written.add(home.owner)
             if place.is_weight:
