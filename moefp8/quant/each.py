@@ -178,11 +178,11 @@ def _launch(
         launch.on(device_index, (*stack, *addresses, *words))
 
 
-# Quantizes each of `matrices`, [N, K] or stacks [n, N, K], contiguous and of one dtype (bf16, fp16 or
-# fp32), into the place of the stack that `places` tells for it: data e4m3 [S, N, K], scale_inv fp32
-# [S, ceil(N/128), ceil(K/128)], both contiguous; and into its transpose e4m3 [S / parts, K,
-# parts * width], N <= width <= N rounded up to 128, whose columns behind the N of a part become
-# zeros. Places differ.
+# Quantizes each of `matrices`, [N, K] or stacks [n, N, K], contiguous and of one dtype (bf16, fp16
+# or fp32), into the place of the stack that `places` tells for it. The stack is data e4m3 [S, N, K]
+# and scale_inv fp32 [S, ceil(N/128), ceil(K/128)], both contiguous, and its transpose e4m3
+# [S / parts, K, parts * width], N <= width <= N rounded up to 128, whose columns behind the N of a
+# part become zeros. Places differ.
 quantize_128x128_each_into = register(
     f"{_OP}(Tensor(a!) data, Tensor(b!) scale_inv, Tensor(c!)? transposed, int parts, "
     "Tensor[] matrices, int[] places) -> ()",
