@@ -64,6 +64,22 @@ def load_table(results: Results) -> str:
     )
 
 
+def updating_table(results: Results) -> str:
+    rows = [
+        (
+            name,
+            str(row["num_tensors"]),
+            f"{row['ms']:.1f}",
+            f"{row['host_ms']:.1f}",
+            f"{row['copy_ms']:.1f}",
+            f"{row['share_of_copy']:.2f}",
+        )
+        for name, row in results["rows"].items()
+    ]
+    where = f"{results['layers']} layers of experts, {results.get('gpu', results['cpu'])}"
+    return table((where, "tensors", "ms", "of them the host", "copy, ms", "share of it"), rows)
+
+
 def cpu_table(results: Results) -> str:
     rows = [
         (f"{row['tokens']} tokens", f"{row['fp8']:.0f}", f"{row['bf16']:.1f}")
@@ -148,6 +164,7 @@ TABLES: dict[str, Callable[..., str]] = {
     "accuracy": accuracy_table,
     "load": load_table,
     "load_gpu": load_table,
+    "updating": updating_table,
     "cpu": cpu_table,
     "gemm": gemm_tables,
     "gemm_large": large_tables,

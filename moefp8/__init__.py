@@ -7,7 +7,7 @@ Modules are here; `moefp8.checkpoint` loads and saves, `moefp8.adapters` trains 
 """
 
 from . import adapters, checkpoint, deep_gemm, kernels, quant, routing, testing
-from .checkpoint import load_checkpoint, save_checkpoint
+from .checkpoint import load_checkpoint, save_checkpoint, updating
 from .distributed import frozen_parameters, prepare_ddp, prepare_fsdp, shard
 from .layers import (
     FP8Linear,
@@ -46,4 +46,5 @@ __all__ = [
     "shard",
     "testing",
     "unfreeze",
+    "updating",
 ]

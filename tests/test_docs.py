@@ -116,7 +116,7 @@ def run_line(line: str) -> None:
         run_command(words[1:], line)
     elif words[:1] == ["torchrun"]:
         run_ranks(words[1:], line)
-    elif words[:1] == ["pip"] or words[1:3] == ["vllm", "serve"]:
+    elif words[:1] == ["pip"] or words[1:3] in (["vllm", "serve"], ["sglang", "serve"]):
         pass  # they need a network, and an engine
     elif words:
         pytest.fail(f"{line}: this test knows no such command")

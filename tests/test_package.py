@@ -35,6 +35,10 @@ ALLOWED = {
         room: {room, *CHECKPOINT, "checkpoint/model", "kernels", "quant", "layers", "system"}
         for room in (f"checkpoint/{name}" for name in ("load", "save", "inspect", "quantize"))
     },
+    "checkpoint/update": {
+        *("checkpoint/update", *CHECKPOINT, "checkpoint/model"),
+        *("kernels", "quant", "functional", "layers", "system"),
+    },
     "checkpoint": {"checkpoint"},
     "precompile": {
         *("kernels", "quant", "routing", "functional", "layers", "distributed", "system"),

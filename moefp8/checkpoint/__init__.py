@@ -1,9 +1,9 @@
 """Strict, streaming safetensors <-> modules: everything is checked before one byte is written.
 
 `files` knows a checkpoint on disk and `model` the places that it fills. `load` matches the two and
-moves the bytes; `save` writes a model back; `inspect` tells what a checkpoint holds without a
-model; `quantize` turns a 16-bit checkpoint into one in FP8. The rooms import `files`, `model`,
-`errors` and `arguments`, and never each other.
+moves the bytes; `update` does with a trainer's tensors while a model serves; `save` writes a model
+back; `inspect` tells what a checkpoint holds without a model; `quantize` turns a 16-bit checkpoint
+into one in FP8. The rooms import `files`, `model`, `errors` and `arguments`, and never each other.
 """
 
 from .errors import CheckpointError
@@ -12,6 +12,7 @@ from .inspect import Inspection, fp8_layers, fp8_modules, inspect_checkpoint
 from .load import LoadReport, load_checkpoint
 from .quantize import QuantizeReport, WeightReport, quantize_checkpoint
 from .save import save_checkpoint
+from .update import updating
 
 __all__ = [
     "CheckpointError",
@@ -26,4 +27,5 @@ __all__ = [
     "quantize_checkpoint",
     "read_config",
     "save_checkpoint",
+    "updating",
 ]

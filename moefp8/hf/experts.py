@@ -3,7 +3,7 @@
 T tokens, k choices each, E experts, H hidden, I intermediate.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 from weakref import WeakSet
 
@@ -13,13 +13,15 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers.integrations.finegrained_fp8 import FP8ExpertsInterface
 from transformers.integrations.moe import ExpertsInterface
 
+from ..checkpoint.update import FOLLOWERS
 from ..functional.autograd import frozen
 from ..functional.grouped_linear import grouped_linear
 from ..kernels import E4M3, num_blocks
 from ..layers import GroupedExperts
 from ..layers.conversion.stacks import swiglu_limits
 from ..layers.experts import WEIGHTS
-from ..quant import BlockScaled, quantize_128x128
+from ..quant import BlockScaled
+from ..quant.each import quantize_128x128_each_into
 from ..routing import build_plan, combine, dispatch
 
 _CACHE = "_moefp8_experts"  # it is no submodule, so that no state dict holds it
@@ -34,8 +36,9 @@ def experts_forward(
 ) -> torch.Tensor:
     """The forward of any experts module of transformers in FP8; arguments as in `GroupedExperts`.
 
-    Weights that are not FP8 are quantized at the first call, and again when they have changed;
-    the module keeps its own beside them, which takes 1.5 times the memory: `FP8Config` takes 0.5.
+    Weights that are not FP8 are quantized at the first call, and again when they have changed, into
+    the same memory if that was in place; the module keeps its own beside them, which takes 1.5
+    times the memory: `FP8Config` takes 0.5.
     Changes by `torch.optim`, fused or not, are noticed. Not noticed are changes through `.data`, by
     fused optimizers of others, of weights that were made in inference mode, and in place between
     calls of a compiled graph: then call `experts.__dict__.pop("_moefp8_experts")`.
@@ -62,7 +65,7 @@ def experts_of(module: nn.Module) -> _Experts:
     cached: _Cache | None = module.__dict__.get(_CACHE)
     # A compiled graph cannot look at versions; it guards what is kept.
     if cached is None or not (torch.compiler.is_compiling() or cached.is_of(module)):
-        cached = module.__dict__[_CACHE] = _prepare(module)
+        cached = module.__dict__[_CACHE] = _prepare(module, cached)
     return cached.experts
 
 
@@ -73,6 +76,9 @@ def weights_kept_beside(model: nn.Module) -> Iterator[torch.Tensor]:
             experts_of(module)
             for weight in module.__dict__[_CACHE].weights:
                 yield from weight
+
+
+FOLLOWERS.append(weights_kept_beside)
 
 
 def with_frozen_weights(module: nn.Module, y: torch.Tensor) -> torch.Tensor:
@@ -104,13 +110,23 @@ class _Cache:
     """
 
     def __init__(self, module: nn.Module, experts: _Experts, *weights: BlockScaled) -> None:
-        self.experts, self.weights, self.is_stale = experts, weights, False
+        self.experts, self.weights = experts, weights
+        self.note(module)
+        _CACHES.add(self)
+
+    def note(self, module: nn.Module) -> None:
+        """Note that the weights are those of the module as it is now."""
+        self.is_stale = False
         self.made_of = list(module.parameters(recurse=False))
         self.states = _states_of(module)
-        _CACHES.add(self)
 
     def is_of(self, module: nn.Module) -> bool:
         return not self.is_stale and _states_of(module) == self.states
+
+    def is_of_memory_of(self, module: nn.Module) -> bool:
+        """Whether the parameters are where they were, whatever they hold now."""
+        here, before = _states_of(module), self.states
+        return [x[:1] + x[2:] for x in here] == [x[:1] + x[2:] for x in before]
 
     def __reduce__(self) -> Any:
         return type(None), ()
@@ -157,15 +173,19 @@ def _weight(module: nn.Module, name: str) -> torch.Tensor:
 @torch.compiler.disable(reason="weights are quantized once, outside of graphs")
 @torch.no_grad()
 @torch.inference_mode(False)  # what is kept outlives the mode in which it was made
-def _prepare(module: nn.Module) -> _Cache:
+def _prepare(module: nn.Module, before: _Cache | None) -> _Cache:
+    """before: what was made of other values, whose memory graphs may know."""
     limits = swiglu_limits(module) if module.has_gate else []
-    is_swiglu = limits and not module.has_bias
-    if is_swiglu and not getattr(module, "has_post_expert_norm", False):
-        weights = _weights(module, halves=2)
-        experts: _Experts = _swiglu_experts(module, *weights, limits[0])
-    else:
-        weights = _weights(module, halves=1)
-        experts = _any_experts(module, *weights)
+    is_plain = not (module.has_bias or getattr(module, "has_post_expert_norm", False))
+    is_swiglu = bool(limits) and is_plain
+    if before is not None and before.is_of_memory_of(module):
+        _weights(module, 1 + is_swiglu, before.weights)
+        before.note(module)
+        return before
+    weights = _weights(module, 1 + is_swiglu)
+    experts = _any_experts(module, *weights)
+    if is_swiglu:
+        experts = _swiglu_experts(module, *weights, limits[0])
     return _Cache(module, experts, *weights)
 
 
@@ -173,28 +193,48 @@ def _weight_names(module: Any) -> tuple[str, str]:
     return "gate_up_proj" if module.has_gate else "up_proj", "down_proj"
 
 
-def _weights(module: nn.Module, halves: int) -> tuple[BlockScaled, BlockScaled]:
+def _weights(
+    module: nn.Module, halves: int, memory: Sequence[BlockScaled] = ()
+) -> tuple[BlockScaled, BlockScaled]:
     """The module's weights as [E, F, H] (F = 2I, gate first, or I without a gate) and [E, H, I].
 
-    F is divided into so many `halves` before it is cut into blocks.
+    F is divided into so many `halves` before it is cut into blocks. memory: what the same gave
+    before, which is filled again.
     """
     name, _ = names = _weight_names(module)
     first, second = (_weight(module, x).detach() for x in names)
     if first.dtype == E4M3:
-        return _stored(module, name, first, halves), _stored(module, "down_proj", second, 1)
+        stored = _stored(module, name, first, halves), _stored(module, "down_proj", second, 1)
+        for before, now in zip(memory, stored, strict=False):
+            if before.scale_inv.data_ptr() != now.scale_inv.data_ptr():  # FP32 copies
+                before.scale_inv.copy_(now.scale_inv)
+        of_first, of_second = memory or stored
+        return of_first, of_second
     if module.is_transposed:
         first, second = first.transpose(1, 2), second.transpose(1, 2)
     if module.has_gate and not module.is_concatenated:
         first = first.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
-    data, scale_inv = _quantized(first.unflatten(1, (halves, -1)))
-    return BlockScaled(data.flatten(1, 2), scale_inv.flatten(1, 2)), _quantized(second)
+    of_first, of_second = memory or (_empty(first, halves), _empty(second, 1))
+    _quantize(first, halves, of_first)
+    _quantize(second, 1, of_second)
+    return of_first, of_second
 
 
-def _quantized(weights: torch.Tensor) -> BlockScaled:
+def _empty(weights: torch.Tensor, halves: int) -> BlockScaled:
+    num_experts, rows, columns = weights.shape
+    scales = num_experts, halves * num_blocks(rows // halves), num_blocks(columns)
+    return BlockScaled(
+        weights.new_empty(weights.shape, dtype=E4M3), weights.new_empty(scales, dtype=torch.float32)
+    )
+
+
+def _quantize(weights: torch.Tensor, halves: int, q: BlockScaled) -> None:
     """Quantize one expert at a time, so that only that one's values are copied."""
-    each = [quantize_128x128(weight.contiguous()) for weight in weights]
-    data = torch.stack([q.data.view(torch.uint8) for q in each]).view(E4M3)
-    return BlockScaled(data, torch.stack([q.scale_inv for q in each]))
+    stack = [x.view(halves * len(x), -1, x.shape[-1]) for x in q]
+    for expert, weight in enumerate(weights):
+        matrices = weight.contiguous().unflatten(0, (halves, -1))
+        places = list(range(expert * halves, (expert + 1) * halves))
+        quantize_128x128_each_into(*stack, None, halves, [matrices], places)
 
 
 def _stored(module: nn.Module, name: str, data: torch.Tensor, halves: int) -> BlockScaled:

@@ -38,8 +38,9 @@ from ..checkpoint.files.reading import open_files
 from ..checkpoint.files.safe_read import check_inside
 from ..checkpoint.files.source import Source, disagreement, open_shards
 from ..checkpoint.inspect.fp8 import fp8_modules_of
-from ..checkpoint.load.assign import Copy, assign_fp8, widens
+from ..checkpoint.load.assign import Copy, assign_fp8
 from ..checkpoint.load.load import check_scales
+from ..checkpoint.model.fit import widens
 from ..checkpoint.model.skeleton import renaming
 from ..checkpoint.model.slots import Inventory
 from ..kernels import E4M3

@@ -24,6 +24,7 @@ from moefp8.kernels.jit import launch
 from moefp8.quant import (
     both_launch,
     columns_launch,
+    each_launch,
     numerics,
     quantize_launch,
     transpose_launch,
@@ -55,6 +56,7 @@ ARGUMENTS = {  # source of a kernel -> its last argument
     "transpose": transpose_launch._Arguments,
     "columns": columns_launch._Arguments,
     "both": both_launch._Arguments,
+    "each": each_launch._Arguments,
     "swiglu": swiglu_launch._Arguments,
     "swiglu_backward": swiglu_backward_launch._Arguments,
     "swiglu_columns": swiglu_columns_launch._Arguments,
@@ -292,6 +294,7 @@ class Emulator(RoutingEmulator):
             "transpose": self.transpose,
             "columns": columns,
             "both": self.both,
+            "each": self.each,
             "swiglu": self.swiglu,
             "logits": self.logits,
             "softmax": self.top_k,
@@ -373,6 +376,31 @@ class Emulator(RoutingEmulator):
                 scales[matrix, part] = found
                 out[matrix, :, part, :n] = codes.view(torch.uint8).T
                 out[matrix, :, part, n:] = 0
+
+    def each(self, made, parameters):
+        x, dtype = made.arguments, dtype_of(made.kernel)
+        n, k, parts = x.num_rows, x.k, x.num_parts.value
+        *_, vectorized, transposed = made.kernel.name.rstrip(">").split(", ")
+        grid = [x.num_row_tiles.value, x.num_k_tiles.value]
+        assert grid == [kernels.num_blocks(n), kernels.num_blocks(k)]
+        num_matrices, rest = divmod(made.grid, grid[0] * grid[1])
+        wanted = 32 + (128 * 128 if transposed == "true" else 0)
+        assert (rest, made.block, made.shared_bytes) == (0, 256, wanted)
+        for i in range(num_matrices):
+            place = x.places[i // 4] >> 16 * (i % 4) & 0xFFFF
+            matrix, part = divmod(place, parts)
+            codes, found = numerics.quantize_128x128(memory(x.w[i], dtype, [n, k], [k, 1]))
+            memory(x.data + place * n * k, torch.uint8, [n, k], [k, 1])[:] = codes.view(torch.uint8)
+            at = x.scale_inv + 4 * place * grid[0] * grid[1]
+            memory(at, torch.float32, grid, [grid[1], 1])[:] = found
+            if vectorized == "true":
+                assert (x.w[i] % 16, x.data % 8, k % 8) == (0, 0, 0)
+            if transposed == "true":
+                at = x.transposed + matrix * x.transposed_matrix_pitch + part * x.width
+                out = memory(at, torch.uint8, [k, x.width], [x.transposed_row_pitch, 1])
+                out[:, :n], out[:, n:] = codes.view(torch.uint8).T, 0
+                if vectorized == "true":
+                    assert (x.transposed | x.width | x.transposed_row_pitch) % 16 == 0
 
     @staticmethod
     def swiglu(made, parameters):

@@ -21,6 +21,7 @@ from moefp8.kernels.gemm.k_grouped import KGroupedInputs, k_grouped_gemm
 from moefp8.kernels.gemm.operands import Operands
 from moefp8.quant import columns, quantize
 from moefp8.quant.both import quantize_128x128_both
+from moefp8.quant.each import quantize_128x128_each_into
 from moefp8.testing import assert_matches_reference, row_errors
 from tests import naive
 from tests.functional.cases import ids_here
@@ -32,7 +33,7 @@ from tests.gpu import on_cpu_and_gpu, places_of, poison, same_bits
 from tests.kernels.gemm import grouped_cases
 from tests.kernels.gemm.cases import nothing_around_is_written
 from tests.kernels.gemm.k_grouped import cases as k_grouped_cases
-from tests.quant import both_cases
+from tests.quant import both_cases, each_cases
 from tests.quant.columns_cases import assert_right, assert_same
 
 pytestmark = pytest.mark.filterwarnings("error:.*portable PyTorch body")
@@ -104,6 +105,34 @@ def test_quantize_both(device, case, halves):
     for place in places_of(device):
         poison(place, *(y.untyped_storage().nbytes() for y in expected))
         both_cases.assert_same(quantize_128x128_both(make(place), parts), expected)
+
+
+@on_cpu_and_gpu
+@given(case=fuzz.matrices(), halves=st.booleans(), with_transposed=st.booleans())
+def test_quantize_each(device, case, halves, with_transposed):
+    """The matrices of a stack, backwards, of which the last one is left as it is."""
+    w = case.make("cpu")
+    w = (w if w.ndim == 3 else w[None]).contiguous()
+    if not w.numel():
+        return
+    parts = 2 if halves and len(w) % 2 == 0 else 1
+    places = list(reversed(range(len(w))))[: max(len(w) - 1, 1)]
+    whole = torch.zeros_like(w)
+    whole[places] = w[places]
+    stacked = whole.view(len(w) // parts, parts * w.shape[1], w.shape[2])
+    expected = both_cases.expected_of(stacked, parts)
+    for place in places_of(device):
+        made = each_cases.untouched(len(w), parts, *w.shape[1:], place)
+        kept = made._replace(transposed=made.transposed if with_transposed else None)
+        quantize_128x128_each_into(*kept, parts, [w[i].to(place) for i in places], places)
+        found = made.data.view(torch.uint8)[places].cpu()
+        assert same_bits(found, expected.data.view(torch.uint8).view(made.data.shape)[places])
+        scales = expected.scale_inv.view(made.scale_inv.shape)
+        assert same_bits(made.scale_inv[places], scales[places])
+        if with_transposed:
+            turned = (x.unflatten(-1, (parts, -1)) for x in (made.transposed, expected.transposed))
+            ours, theirs = (x.transpose(1, 2).flatten(0, 1).view(torch.uint8) for x in turned)
+            assert same_bits(ours[places], theirs[places])
 
 
 # ---- GEMMs ----

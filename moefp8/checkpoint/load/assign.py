@@ -3,18 +3,14 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-import torch
-
-from ...kernels import E4M3, num_blocks
+from ...kernels import E4M3
 from ..errors import raise_if_any
 from ..files.config import is_leftover, says_separate
-from ..files.header import DTYPE_NAMES, FP8, SCALE_DTYPES, Entry
-from ..files.names import SCALE_SUFFIX, Rename, canonical, renamed, split_expert, weight_of_scale
+from ..files.header import FP8, Entry
+from ..files.names import SCALE_SUFFIX, Rename, canonical, renamed, weight_of_scale
 from ..files.source import Source, disagreement, kept_entries
+from ..model.fit import expert_problem, misfit, widens
 from ..model.slots import Inventory, ModelTensor, Role, Slot
-
-_FLOATS = ("F64", "F32", "BF16", "F16")
-_WAY_OUT = "convert(model, only=fp8_modules(path, model=model)) before loading"
 
 
 @dataclass(frozen=True)
@@ -106,7 +102,8 @@ class _Matcher:
         elif is_leftover(self.source.config, entry.key):
             self.assignment.ignored.append(entry.key)
         elif not self._told_at_weight(name):
-            self.problems.append(self._extra(entry, name))
+            extra = "extra, the model has no place for it; ignore= it if that is intended"
+            self.problems.append(f"{entry}: {expert_problem(name, self.inventory) or extra}")
 
     def _is_left_out(self, slot: Slot) -> bool:
         """Whether it is the scale of a master weight, and FP8 modules alone are looked at."""
@@ -144,7 +141,7 @@ class _Matcher:
             self.problems.append(f"{entry}: {other} fills {slot.name} already; ignore one of them")
             return
         self.taken.update(dict.fromkeys(slot.parts, entry))
-        if problem := self._misfit(entry, slot):
+        if problem := misfit(entry, slot, self.inventory):
             self.problems.append(f"{entry}: {problem}")
             return
         if widens(entry, slot):
@@ -160,21 +157,6 @@ class _Matcher:
         first = self.inventory.find(renamed(other.key, self.rename))
         is_tied = first is not None and first.parts == slot.parts and first.name != slot.name
         return is_tied and (entry.dtype, entry.shape) == (other.dtype, other.shape)
-
-    def _misfit(self, entry: Entry, slot: Slot) -> str | None:
-        if problem := _dtype_problem(entry, slot):
-            return problem
-        rule = f"shape must be {list(slot.shape)}, got {list(entry.shape)}"
-        is_cut = slot.role is Role.SCALE and slot.weight_name.endswith("gate_up_proj")
-        num_rows = self.inventory.slots[slot.weight_name].shape[1] if is_cut else 0
-        if entry.shape != slot.shape and is_cut and entry.shape[1:2] == (num_blocks(num_rows),):
-            return (
-                f"{rule}; these cut all {num_rows} rows into blocks, one of which holds rows of "
-                "gate and of up, but each must be cut by itself: requantize them"
-            )
-        if entry.shape != slot.shape:
-            return rule
-        return None
 
     def _check_cuts(self) -> None:
         """Find stacks of gate and up whose scales fit two cuts, unless config.json names one."""
@@ -204,39 +186,3 @@ class _Matcher:
         weight = weight_of_scale(name)
         slot = self.inventory.find(weight) if weight and canonical(weight) in self.fp8 else None
         return slot is not None and slot.role is Role.PLAIN and slot.owner.tensor.dtype != E4M3
-
-    def _extra(self, entry: Entry, name: str) -> str:
-        expert = split_expert(canonical(name))
-        num_experts = self.inventory.experts.get(expert[0]) if expert else None
-        if expert and num_experts is not None and expert[1] >= num_experts:
-            return f"{entry}: expert {expert[1]}, but {expert[0]} has {num_experts} experts"
-        return f"{entry}: extra, the model has no place for it; ignore= it if that is intended"
-
-
-def _dtype_problem(entry: Entry, slot: Slot) -> str | None:
-    dtype = slot.owner.tensor.dtype
-    wanted = DTYPE_NAMES.get(dtype, str(dtype))
-    if slot.role is Role.WEIGHT and entry.dtype != FP8:
-        return (
-            f"dtype must be {FP8} for the FP8 module {slot.module}, got {entry.dtype}; {_WAY_OUT}, "
-            "or load the unconverted model, then convert it"
-        )
-    if slot.role is Role.SCALE and dtype != torch.float32:
-        return f"the model's scale must be float32, got {dtype}"
-    if slot.role is Role.SCALE and entry.dtype not in SCALE_DTYPES:
-        return f"dtype of a scale must be one of {', '.join(SCALE_DTYPES)}, got {entry.dtype}"
-    are_floats = entry.dtype in _FLOATS and wanted in _FLOATS
-    if slot.role is Role.MASTER:
-        is_float = entry.dtype in _FLOATS or entry.dtype == FP8
-        return None if is_float else f"dtype must be {wanted} or {FP8}, got {entry.dtype}"
-    if slot.role is not Role.PLAIN or entry.dtype == wanted or are_floats:
-        return None
-    if entry.dtype == FP8:
-        return f"an FP8 weight, but {slot.module or 'the model'} takes {wanted}; {_WAY_OUT}"
-    return f"dtype must be {wanted}, got {entry.dtype}"
-
-
-def widens(entry: Entry, slot: Slot) -> bool:
-    """Whether slot is a 16-bit correction bias stored in FP32: rounding would make values equal."""
-    is_bias = slot.name.rpartition(".")[2] == "e_score_correction_bias"
-    return is_bias and entry.dtype == "F32" and slot.owner.tensor.itemsize == 2

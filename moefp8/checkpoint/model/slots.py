@@ -128,7 +128,7 @@ class Inventory:
         for prefix, module in modules:
             self._collect(prefix, module)
         for prefix, module in modules:
-            for name, tensor in _persistent(module).items():
+            for name, tensor in persistent_tensors(module).items():
                 owner = self.tensors[id(tensor)]
                 self._add_slots(prefix, module, name, owner)
                 if owner.scale is not None:
@@ -159,7 +159,7 @@ class Inventory:
         return aliases
 
     def _collect(self, prefix: str, module: nn.Module) -> None:
-        persistent, parts = _persistent(module), parts_of(module)
+        persistent, parts = persistent_tensors(module), parts_of(module)
         self.foreign |= {canonical(join(prefix, name)) for name in parts.keys() - persistent}
         for name, tensor in persistent.items():
             new = ModelTensor(tensor, parts.get(name, {}))
@@ -206,7 +206,7 @@ def not_dense(tensor: torch.Tensor) -> str:
     return f"its layout is {tensor.layout}, which no checkpoint has; make it dense by .to_dense()"
 
 
-def _persistent(module: nn.Module) -> dict[str, torch.Tensor]:
+def persistent_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     own: dict[str, torch.Tensor | None] = {**module._parameters, **module._buffers}
     skipped = module._non_persistent_buffers_set
     return {name: x for name, x in own.items() if x is not None and name not in skipped}

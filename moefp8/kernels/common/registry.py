@@ -6,7 +6,7 @@ Our kernels are for Hopper; on any other GPU the CPU body runs, made of PyTorch'
 
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, wraps
 from typing import Annotated, Any, get_type_hints
@@ -80,6 +80,21 @@ def any_watches() -> bool:
     )
 
 
+def _are_simple(args: Iterable[Any]) -> bool:
+    """Whether all are numbers, and tensors whose values are those in their memory."""
+    for x in args:
+        kind = type(x)
+        if kind in _PLAIN:
+            if x.is_neg() or x._is_zerotensor():
+                return False
+        elif kind is list:
+            if not _are_simple(x):
+                return False
+        elif kind not in _NUMBERS:
+            return False
+    return True
+
+
 class Op:
     """A registered op.
 
@@ -99,13 +114,8 @@ class Op:
         return self._direct(*args)
 
     def _may_skip(self, args: tuple[Any, ...]) -> bool:
-        for x in args:
-            kind = type(x)
-            if kind in _PLAIN:
-                if x.is_neg() or x._is_zerotensor():  # memory does not hold their values
-                    return False
-            elif kind not in _NUMBERS:
-                return False
+        if not _are_simple(args):
+            return False
         first = args[0]
         if type(first) not in _PLAIN or not current_driver().runs_our_kernels(first.get_device()):
             return False

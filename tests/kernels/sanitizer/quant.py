@@ -9,6 +9,7 @@ import torch
 from moefp8.functional.linear import fp8_linear, fp8_linear_backward
 from moefp8.quant.both import quantize_128x128_both
 from moefp8.quant.columns import first_block, quantize_1x128_and_128x1, quantize_128x1
+from moefp8.quant.each import quantize_128x128_each_into
 from moefp8.quant.quantize import launch_quantize_1x128, launch_quantize_128x128
 from moefp8.quant.transpose import transpose_codes
 from tests.kernels.sanitizer.judge import Launch, ones, tell
@@ -24,6 +25,7 @@ def launches() -> Iterator[Launch]:
         yield partial(run_transpose, n, k, parts)
     for dtype, (n, k, parts) in product(DTYPES, WEIGHTS):
         yield partial(run_both, dtype, n, k, parts)
+        yield partial(run_each, dtype, n, k, parts)
     for dtype, k, blocks in product(DTYPES, (136, 9), (False, True)):
         yield partial(run_columns, dtype, k, blocks)
 
@@ -59,6 +61,25 @@ def run_both(dtype: torch.dtype, n: int, k: int, parts: int) -> None:
     wrong += int((found.data.view(torch.uint8).cpu() != 0x7E).sum())
     wrong += int((found.scale_inv.cpu() != 1).sum())
     tell(f"both, {dtype}, {n}x{k} in {parts}", wrong)
+
+
+def run_each(dtype: torch.dtype, n: int, k: int, parts: int) -> None:
+    """All weights are 448, each matrix in memory of its own; one of the stack stays 1.0."""
+    stack, places = 2 * parts, list(range(2 * parts - 1))[::-1]
+    matrices = [torch.full((n, k), 448, dtype=dtype, device="cuda") for _ in places]
+    data, turned = ones(stack, n, k), ones(2, k, parts * (-(-n // 128) * 128))
+    scale_inv = torch.full((stack, -(-n // 128), -(-k // 128)), 1.0, device="cuda")
+    quantize_128x128_each_into(data, scale_inv, turned, parts, matrices, places)
+    codes = torch.full((stack, n, k), 0x7E, dtype=torch.uint8)
+    codes[-1] = 0x38
+    rows = torch.zeros(stack, k, turned.shape[-1] // parts, dtype=torch.uint8)
+    rows[..., :n], rows[-1] = 0x7E, 0x38
+    expected = rows.unflatten(0, (2, parts)).transpose(1, 2).flatten(-2)
+    wrong = int((data.view(torch.uint8).cpu() != codes).sum())
+    wrong += int((turned.view(torch.uint8).cpu() != expected).sum())
+    wrong += int((scale_inv.cpu() != 1).sum())
+    quantize_128x128_each_into(data, scale_inv, None, parts, matrices, places)
+    tell(f"each, {dtype}, {n}x{k} in {parts}", wrong)
 
 
 def run_columns(dtype: torch.dtype, k: int, blocks: bool) -> None:

@@ -1,5 +1,6 @@
 """Checkpoints: saved, loaded, inspected and quantized."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,28 @@ def with_masters(device: str) -> Any:
     other = moefp8.convert(_model().to(device), trainable=True)
     reports = [moefp8.load_checkpoint(other, "fp8"), moefp8.load_checkpoint(other, "plain")]
     return Path("."), reports, other
+
+
+@case
+def updated(device: str) -> Any:
+    """By a trainer of its own names, in two calls; then what is refused, and what is missing."""
+    model, x = moefp8.convert(_model().to(device)), randn(5, 136, device=device)
+    weights = {f"net.{name}": y for name, y in _model().to(device).state_dict().items()}
+    first = {name: weights.pop(name) for name in ("net.2.bias", "net.0.weight")}
+    with moefp8.updating(model=model, rename=lambda name: name.removeprefix("net.")) as block:
+        block.add(named_tensors=first)
+        block.add(weights.items())
+    experts = moefp8.GroupedExperts(2, 136, 72, device=device)
+
+    def add(tensors: dict[str, torch.Tensor]) -> None:
+        with moefp8.checkpoint.updating(experts) as part:
+            part.add(tensors)
+
+    stack = randn(2, 136, 72, device=device)
+    refused = [attempt(partial(add, {name: stack.mT})) for name in ("down_proj", "down")]
+    add({"down_proj": stack})
+    missing = attempt(partial(add, {"0.down_proj.weight": stack[0]}))
+    return model, model(x), experts, refused, missing
 
 
 @case

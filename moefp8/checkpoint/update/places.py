@@ -1,0 +1,300 @@
+"""Where names lead in a model: found once, and kept with the model as long as its layout stays.
+
+What is kept holds no tensor and no module of the model, so that what is replaced there is freed.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...kernels import E4M3
+from ...kernels.common.checks import FLOATS
+from ...layers.module import FixedDtypeModule
+from ...layers.parts import parts_of
+from ...layers.trainable import TrainableModule
+from ..files.config import is_leftover
+from ..files.header import DTYPE_NAMES, FP8, TORCH_DTYPES
+from ..files.names import Rename, canonical, folded, scale_of_weight
+from ..model.fit import dtype_problem, expert_problem, shape_problem, widens
+from ..model.record import recall
+from ..model.skeleton import renaming, skeleton_around
+from ..model.slots import Inventory, ModelTensor, Role, Slot, persistent_tensors
+
+_ATTRIBUTE = "_moefp8_places"
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """What is known of a tensor that comes, before it is looked at."""
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, name: str, tensor: torch.Tensor) -> "Arrival":
+        dtype = DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype))
+        return cls(name, dtype, tuple(tensor.shape))
+
+    def __str__(self) -> str:
+        return self.key
+
+
+@dataclass(eq=False)
+class Home:
+    """One tensor of a model, under the first of its names.
+
+    module, name: where it is. num_matrices: S of a stack [S, N, K] whose matrices are cut into
+    blocks one by one, and of the stack of their scales; 0 of other tensors. parts: how many of
+    them side by side are one expert's: 2 for gate and up. quantizes: whether weights in 16 or 32
+    bits become its codes. needed: the parts that come before it is complete.
+    """
+
+    module: str
+    name: str
+    owner: ModelTensor
+    role: Role
+    num_matrices: int = 0
+    parts: int = 1
+    quantizes: bool = False
+    needed: list[str] = field(default_factory=list)
+
+
+@dataclass(eq=False, slots=True)
+class Place:
+    """What a name leads to.
+
+    home: the tensor; weight: that of the weight that it scales, else the same. first, count: which
+    matrices of the stack; a count of 0: it is not some of a stack. stored: what is kept here along
+    the first axis of what comes. dtypes: those that may come. is_weight, is_scale: whether it is an
+    FP8 weight, or scales one. is_here: whether it is on this rank.
+    """
+
+    slot: Slot
+    home: Home
+    weight: Home
+    shape: tuple[int, ...]
+    parts: tuple[str, ...]
+    dtypes: frozenset[torch.dtype]
+    is_weight: bool
+    is_scale: bool
+    is_here: bool
+    first: int = 0
+    count: int = 0
+    stored: slice | None = None
+
+
+class Places:
+    """All places of a model by name.
+
+    inventory: its slots, of tensors on the meta device. layout: what of the model they follow from.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.inventory = inventory = Inventory(model)
+        self.by_name: dict[str, Place | None] = {}
+        self.homes: dict[ModelTensor, Home] = {}
+        if inventory.problems:
+            return
+        self.layout = _layout_of(model)
+        skeleton = skeleton_around(model)
+        self._rename: Rename | None = None
+        if skeleton is not None:
+            self._rename = renaming(model, skeleton.conversions, inventory)
+        for slot in (*inventory.slots.values(), *inventory.scales.values()):
+            if slot.owner not in self.homes:
+                self.homes[slot.owner] = _home_of(slot)
+        for part, slot in inventory.parts.items():
+            if slot.role is not Role.SCALE and slot.pieces:
+                self.homes[slot.owner].needed.append(part)
+        for owner in inventory.tensors.values():
+            owner.tensor = torch.empty_like(owner.tensor, device="meta")
+            owner.places.clear()
+        inventory.tensors.clear()
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "Places":
+        """Those of a model; found again only if its layout has changed. Raises ValueError."""
+        known: Places | None = vars(model).get(_ATTRIBUTE)
+        if known is not None and known.layout == _layout_of(model):
+            return known
+        made = cls(model)
+        if problems := made.inventory.problems:
+            raise ValueError(f"updating: the model cannot be written to:\n{listed(problems)}")
+        setattr(model, _ATTRIBUTE, made)
+        return made
+
+    def __reduce__(self) -> Any:
+        """A copy of the model finds its own."""
+        return type(None), ()
+
+    def find(self, name: str, model: nn.Module) -> Place | None:
+        """The place of a name, or None for what other ranks hold and loaders leave out.
+
+        Raises KeyError for other names.
+        """
+        if name not in self.by_name:
+            slot = self.inventory.find(name)
+            inner = name if slot is not None or self._rename is None else self._rename(name)
+            slot = slot or self.inventory.find(inner)
+            is_elsewhere = canonical(inner) in self.inventory.foreign
+            if slot is None and not is_elsewhere and not is_leftover(config_of(model), name):
+                raise KeyError(name)
+            self.by_name[name] = None if slot is None else self._place_of(slot)
+        return self.by_name[name]
+
+    def unknown(self, arrival: Arrival) -> str:
+        """Say that there is no place for it, and which names are near."""
+        near = get_close_matches(folded(arrival.key), self._patterns, 1)
+        way_out = f"near is {near[0]}" if near else "no name is near"
+        extra = f"extra, the model has no place for it; {way_out}"
+        return f"{arrival}: {expert_problem(arrival.key, self.inventory) or extra}"
+
+    def misfit(self, arrival: Arrival, place: Place) -> str | None:
+        """Say why it cannot go there."""
+        problem = None
+        if TORCH_DTYPES.get(arrival.dtype) not in place.dtypes:
+            problem = _dtype_problem(arrival, place)
+        return problem or shape_problem(arrival, place.slot, self.inventory)
+
+    @cached_property
+    def _patterns(self) -> set[str]:
+        return {folded(name) for name in (*self.inventory.slots, *self.inventory.scales)}
+
+    def _place_of(self, slot: Slot) -> Place:
+        home = self.homes[slot.owner]
+        weight = home
+        if slot.role is Role.SCALE:
+            weight = self.homes[self.inventory.slots[slot.weight_name].owner]
+        place = Place(
+            slot=slot,
+            home=home,
+            weight=weight,
+            shape=slot.shape,
+            parts=slot.parts,
+            dtypes=_dtypes_of(slot, home),
+            is_weight=slot.role is Role.WEIGHT,
+            is_scale=slot.role is Role.SCALE,
+            is_here=bool(slot.pieces),
+        )
+        if home.num_matrices and place.is_here:
+            ((stored, here),) = slot.pieces
+            place.first, place.count = _matrices_of(home, here)
+            if stored and isinstance(stored[0], slice) and not slot.index:
+                place.stored = stored[0]
+        return place
+
+    def scales_of(self, home: Home) -> Home:
+        """The home of the scales of an FP8 weight."""
+        name = home.owner.names[0]
+        return self.homes[self.inventory.slots[scale_of_weight(name)].owner]
+
+
+def config_of(model: nn.Module) -> dict[str, Any]:
+    """Return config.json of the latest load, or that of a model of transformers, or {}."""
+    to_dict = getattr(getattr(model, "config", None), "to_dict", dict)
+    config: dict[str, Any] = recall(model).config or to_dict()
+    return config
+
+
+def listed(problems: list[str]) -> str:
+    """The first ten problems, a line each, and how many more there are."""
+    lines = [f"  - {problem}" for problem in problems[:10]]
+    return "\n".join(lines + [f"  ... and {len(problems) - 10} more"] * (len(problems) > 10))
+
+
+def _layout_of(model: nn.Module) -> list[Any]:
+    """All that places follow from: names, kinds, layouts, what is tied and what is cut."""
+    seen: dict[int, int] = {}
+    layout: list[Any] = []
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        layout.append((prefix, type(module), parts_of(module) or None))
+        for name, x in persistent_tensors(module).items():
+            which = seen.setdefault(id(x), len(seen))
+            layout.append((name, which, x.shape, x.stride(), x.dtype))
+    return layout
+
+
+def _home_of(slot: Slot) -> Home:
+    """The home of the first slot of a tensor, which is the whole tensor."""
+    owner = slot.owner
+    if not owner.places:  # scales that dequantize what becomes a master weight
+        return Home("", "", owner, slot.role)
+    module, name = owner.places[0]
+    home = Home(owner.names[0].removesuffix(name).removesuffix("."), name, owner, slot.role)
+    weight = name.removesuffix("_scale_inv")
+    is_ours = isinstance(module, FixedDtypeModule) and weight in module.fp8_names
+    home.quantizes = is_ours and slot.role is Role.WEIGHT
+    axes = set(owner.shard)
+    is_stack = owner.tensor.ndim == 3 and axes <= {0}
+    if isinstance(module, TrainableModule) and weight in module.halved_names:
+        home.parts = 2
+    if is_ours and _is_filled(owner.tensor) and (is_stack or not axes):
+        home.num_matrices = home.parts * (owner.tensor.shape[0] if is_stack else 1)
+    return home
+
+
+def _matrices_of(home: Home, here: tuple[int | slice, ...]) -> tuple[int, int]:
+    """(first, count) of the matrices of a stack at a place of it."""
+    if not here:
+        return 0, home.num_matrices
+    lead, *others = here
+    if isinstance(lead, slice):
+        return 0, home.num_matrices
+    num_rows = home.owner.tensor.shape[1]
+    rows = others[0] if others else slice(None)
+    assert isinstance(rows, slice)
+    start, stop, _ = rows.indices(num_rows)
+    size = num_rows // home.parts
+    return lead * home.parts + start // size, (stop - start) // size
+
+
+def _is_filled(tensor: torch.Tensor) -> bool:
+    return tensor.is_contiguous() and tensor.numel() > 0
+
+
+def _dtypes_of(slot: Slot, home: Home) -> frozenset[torch.dtype]:
+    """Those that may come for a slot."""
+    if slot.role is Role.WEIGHT:
+        return frozenset((E4M3, *(FLOATS if home.quantizes else ())))
+    tried = {dtype: Arrival(slot.name, name, slot.shape) for dtype, name in DTYPE_NAMES.items()}
+    return frozenset(
+        dtype for dtype, x in tried.items() if not (dtype_problem(x, slot) or widens(x, slot))
+    )
+
+
+def _dtype_problem(arrival: Arrival, place: Place) -> str | None:
+    """Say why its dtype cannot go there."""
+    slot, dtype = place.slot, place.slot.owner.tensor.dtype
+    wanted = DTYPE_NAMES.get(dtype, str(dtype))
+    if place.is_weight and place.home.quantizes:
+        return f"dtype must be BF16, F16, F32 or {FP8}, got {arrival.dtype}"
+    if place.is_weight:
+        return (
+            f"dtype must be {FP8}, got {arrival.dtype}: {slot.module} is no module of moefp8 that "
+            "quantizes it"
+        )
+    if widens(arrival, slot):
+        return (
+            f"dtype must be {wanted}, got F32, which a load would keep: rounding makes biases "
+            "equal; load a checkpoint that has it in F32 first, or cast it"
+        )
+    if slot.role is Role.PLAIN and arrival.dtype == FP8:
+        return (
+            f"an FP8 weight, but {slot.module or 'the model'} takes {wanted}; send it in {wanted}"
+        )
+    return dtype_problem(arrival, slot)
+
+
+def tensors_of(model: nn.Module, homes: dict[ModelTensor, Home]) -> Iterator[tuple[Home, Any]]:
+    """Yield the tensor of each home, as the model has it now."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for home in homes.values():
+        if home.name:
+            own = persistent_tensors(modules[home.module])
+            yield home, own[home.name]

@@ -1,0 +1,263 @@
+"""`updating`: write a trainer's tensors into a model that serves, in place, bucket by bucket."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ...kernels import E4M3
+from ..files.config import says_separate
+from ..files.names import SCALE_SUFFIX, renamed
+from ..model.slots import not_dense
+from .places import Arrival, Home, Place, Places, config_of, listed
+from .write import Writer
+
+NamedTensors = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+_Came = tuple[str, Place, bool]  # what has filled a part: its name, its place, whether it is FP8
+_PLAIN = {torch.Tensor, nn.Parameter}
+_NUM_NAMED = 5
+_RULE = "update.add: takes a mapping of names to tensors, or pairs (name, tensor)"
+
+
+@contextmanager
+def updating(model: nn.Module, *, rename: Callable[[str], str] | None = None) -> "Iterator[Update]":
+    """Write a trainer's tensors into a model while it serves: in place, bucket by bucket.
+
+        with moefp8.updating(model) as update:
+            for bucket in buckets:  # {name: tensor}, or pairs (name, tensor)
+                update.add(bucket)
+
+    No tensor moves, so CUDA graphs of the model stay as they are, and their next replay computes
+    with the new weights. What is made of weights and kept follows in its own memory: transposed FP8
+    weights, FP8 codes of master weights, and FP8 weights beside experts of transformers;
+    `moefp8.hf.DecodingGraphs` copies what it has merged at its next `generate`. A block may bring
+    some tensors of the model alone, in any order. After it, the `state_dict` has the bits that a
+    load of the same tensors gives.
+
+    Names are those that `load_checkpoint` takes for this model, and in a model of transformers also
+    those that transformers renames: experts one by one (`mlp.experts.3.gate_proj.weight`) or
+    stacked (`mlp.experts.gate_up_proj` [E, 2I, H], gate rows first). Tensors are whole and on any
+    device. Of a model that `shard` or expert parallelism has cut, each rank takes them all, keeps
+    its part, and passes over experts of other ranks.
+
+    - FP8 weights take bf16, fp16 or fp32, quantized on the model's device by the rule of `convert`
+      and `trainable=True`; or E4M3 codes and their `*_scale_inv`, in one call or in two.
+    - Master weights take any float dtype, cast to theirs; or codes and scales, dequantized.
+    - All else takes what `load_checkpoint` takes, cast to its dtype.
+
+    `update.add` checks names, shapes and dtypes of all that it is given before it writes any of it;
+    values are not looked at. It works on the current stream of each device and waits for no GPU:
+    tensors may be freed or written again after it as after any operation of that stream, and
+    replays on another stream have to wait for this one.
+
+    A block has to bring all parts of each tensor that it begins: all experts of a stack, gate and
+    up, codes and scales. An exception that leaves it says nothing of missing parts; the model is
+    then partly written, and has to be updated or loaded before it is used.
+
+    Args:
+        model: filled, on real devices.
+        rename: name of a tensor -> name in the model, where a trainer has names of its own.
+
+    Raises:
+        ValueError: on entry, for a model that cannot be written, as with DTensors or on the meta
+            device. At the end of the block, for missing parts: it names the first five. By
+            `update.add`, for names that the model does not know (it tells the nearest), for other
+            shapes and dtypes, and for what came before in this block; a tied tensor may come under
+            each of its names, and the last one stays.
+        TypeError: by `update.add`, for anything but pairs of str and tensor.
+        RuntimeError: by `update.add`, after the block, or while a CUDA graph is captured.
+    """
+    update = Update(model, rename)
+    try:
+        yield update
+    finally:
+        update._close()
+    update._check_complete()
+
+
+class Update:
+    """What a block of `updating` is given."""
+
+    def __init__(self, model: nn.Module, rename: Callable[[str], str] | None) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"updating: model must be an nn.Module, got {type(model).__name__}")
+        self._model, self._rename = model, rename
+        self._places = Places.of(model)
+        self._writer: Writer | None = Writer(model, self._places)
+        self._came: dict[str, _Came] = {}  # by part
+        self._has_scales = False  # whether some came
+        self._begun: dict[Home, None] = {}
+        meta = [x.owner.names[0] for x in self._places.homes.values() if self._is_meta(x)]
+        if meta:
+            raise ValueError(
+                f"updating: {', '.join(meta[:_NUM_NAMED])} of {len(meta)} tensors are on the meta "
+                "device; load a checkpoint with moefp8.load_checkpoint first"
+            )
+
+    def add(self, named_tensors: NamedTensors) -> None:
+        """Write a bucket: a mapping of names to tensors, or pairs of both; see `updating`."""
+        if self._writer is None:
+            raise RuntimeError("update.add: the block of moefp8.updating has ended; open another")
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "update.add: a CUDA graph is being captured; weights are written between replays"
+            )
+        arrived, came, problems = self._match(_listed_pairs(named_tensors))
+        if problems:
+            raise ValueError(
+                f"update.add: {len(problems)} of the tensors do not fit the model; none of this "
+                f"call was written:\n{listed(problems)}"
+            )
+        self._came |= came
+        self._begun |= dict.fromkeys(place.weight for place, _ in arrived)
+        self._has_scales = self._has_scales or any(place.is_scale for place, _ in arrived)
+        self._writer.write(arrived)
+
+    def _match(
+        self, pairs: list[tuple[str, torch.Tensor]]
+    ) -> tuple[list[tuple[Place, torch.Tensor]], dict[str, _Came], list[str]]:
+        """Return what is to be written, what came by part, and a sentence for each misfit.
+
+        A trainer may send 20,000 tensors: one that fits takes a microsecond.
+        """
+        arrived: list[tuple[Place, torch.Tensor]] = []
+        came: dict[str, _Came] = {}
+        problems: list[str] = []
+        scales: list[tuple[str, Place]] = []
+        known = self._places.by_name if self._rename is None else {}
+        before, has_twins = self._came, False
+        for name, tensor in pairs:
+            place = known.get(name)
+            if (
+                place is None
+                or type(tensor) not in _PLAIN
+                or tensor.shape != place.shape
+                or tensor.dtype not in place.dtypes
+                or tensor.is_meta
+                or tensor.layout is not torch.strided
+            ):
+                place = self._judge(name, tensor, problems)
+                if place is None:
+                    continue
+            entry = name, place, tensor.dtype is E4M3
+            for part in place.parts:
+                if part in came or part in before:
+                    other = came.get(part) or before[part]
+                    if not _are_twins(other[1], place):
+                        problems.append(
+                            f"{name}: {other[0]} came for {part} in this block already; a block "
+                            "takes each tensor once"
+                        )
+                        break
+                    has_twins = True
+                came[part] = entry
+            else:
+                if place.is_scale:
+                    scales.append((name, place))
+                if place.is_here:
+                    arrived.append((place, tensor))
+        problems += self._check_scales(came, scales)
+        if has_twins:  # of those that fill the same, the last one is written
+            arrived = list({(x.home, x.parts): (x, tensor) for x, tensor in arrived}.values())
+        return arrived, came, problems
+
+    def _judge(self, name: str, tensor: torch.Tensor, problems: list[str]) -> Place | None:
+        """Find the place of a tensor; None for what is passed over, and what is a problem."""
+        if type(name) is not str or not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{_RULE}, got ({type(name).__name__}, {type(tensor).__name__})")
+        inner, arrival = renamed(name, self._rename), Arrival.of(name, tensor)
+        try:
+            place = self._places.find(inner, self._model)
+        except KeyError:
+            problems.append(self._places.unknown(arrival))
+            return None
+        if place is None:
+            return None
+        if problem := self._places.misfit(arrival, place) or _not_readable(tensor):
+            problems.append(f"{name}: {problem}")
+            return None
+        return place
+
+    def _check_scales(
+        self, came: dict[str, _Came], scales: list[tuple[str, Place]]
+    ) -> Iterator[str]:
+        """Yield a sentence for codes and scales of what is not FP8, and for an unknown cut."""
+        inventory = self._places.inventory
+        for name, place in scales:
+            weights = [part.removesuffix(SCALE_SUFFIX) for part in place.parts]
+            others = (came.get(part) or self._came.get(part) for part in weights)
+            other = next((x for x in others if x is not None and not x[2]), None)
+            if other is not None:
+                yield f"{name}: extra, the scale of {other[0]}, which did not come in FP8"
+            is_unsure = inventory.is_ambiguous(place.slot)
+            if is_unsure and not says_separate(config_of(self._model)):
+                yield (
+                    f"{name}: nothing tells whether gate and up were cut into blocks one after the "
+                    "other, or all their rows, since there are as many; send experts one by one "
+                    "(experts.0.gate_proj.weight and such), or in 16 bits"
+                )
+        if self._has_scales:
+            for part, (name, _, is_fp8) in came.items():
+                scale = None if is_fp8 else self._came.get(part + SCALE_SUFFIX)
+                if scale is not None:
+                    yield f"{name}: its scale {scale[0]} came before, but it is not FP8"
+
+    def _is_meta(self, home: Home) -> bool:
+        tensor = None if self._writer is None else self._writer.tensors.get(home.owner)
+        return tensor is not None and tensor.is_meta
+
+    def _close(self) -> None:
+        """Let follow what is made of weights; nothing can be added from then on."""
+        writer, self._writer = self._writer, None
+        if writer is not None and self._begun:
+            writer.follow()
+
+    def _check_complete(self) -> None:
+        """Raise ValueError unless all parts of what was begun have come."""
+        missing = list(self._missing())
+        if missing:
+            more = f" and {len(missing) - _NUM_NAMED} more" if len(missing) > _NUM_NAMED else ""
+            raise ValueError(
+                f"updating: the block has ended, but {', '.join(missing[:_NUM_NAMED])}{more} did "
+                "not come, of tensors that were begun; the model is partly written: update it "
+                "again before using it"
+            )
+
+    def _missing(self) -> Iterator[str]:
+        for home in self._begun:
+            for part in home.needed:
+                weight = self._came.get(part)
+                if weight is None:
+                    yield part
+                elif weight[2] and part + SCALE_SUFFIX not in self._came:
+                    yield part + SCALE_SUFFIX
+
+
+def _listed_pairs(named_tensors: NamedTensors) -> list[tuple[str, torch.Tensor]]:
+    """List names and tensors. Raises TypeError for anything else."""
+    if isinstance(named_tensors, str | torch.Tensor) or not isinstance(named_tensors, Iterable):
+        raise TypeError(f"{_RULE}, got {type(named_tensors).__name__}")
+    items = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
+    pairs = list(items)
+    if set(map(type, pairs)) - {tuple, list} or set(map(len, pairs)) - {2}:
+        kinds = ", ".join(sorted({type(pair).__name__ for pair in pairs}))
+        raise TypeError(f"{_RULE}, got {kinds}")
+    return pairs
+
+
+def _not_readable(tensor: torch.Tensor) -> str | None:
+    """Say why the values of a tensor cannot be copied."""
+    if tensor.is_meta:
+        return "it is on the meta device, and has no values"
+    if type(tensor) not in _PLAIN and is_traceable_wrapper_subclass(tensor):
+        kind = type(tensor).__name__
+        return f"a {kind} has no values of its own; send a whole tensor, as full_tensor() gives it"
+    return None if tensor.layout is torch.strided else not_dense(tensor)
+
+
+def _are_twins(one: Place, other: Place) -> bool:
+    """Whether they are one tied tensor under two names."""
+    is_tied = one.home is other.home and one.parts == other.parts
+    return is_tied and one.slot.name != other.slot.name

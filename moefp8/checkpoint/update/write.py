@@ -1,0 +1,216 @@
+"""Write what came for a model into its tensors, on the current streams of their devices."""
+
+from collections.abc import Callable, Iterable, Iterator
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...functional.training.weights import requantize
+from ...functional.transposed import kept_transposed, refresh_transposed
+from ...kernels import BLOCK, E4M3
+from ...quant import quantize_128x128
+from ...quant.each import quantize_128x128_each_into
+from ..files.names import SCALE_SUFFIX, scale_of_weight
+from ..model.slots import ModelTensor, Role
+from .places import Home, Place, Places, tensors_of
+
+FOLLOWERS: list[Callable[[nn.Module], Iterable[torch.Tensor]]] = []
+"""What else is made of a model's weights: each makes it again where these have changed, in the same
+memory, and yields its tensors."""
+
+_DEVICE, _DTYPE = attrgetter("device"), attrgetter("dtype")
+_IS_CONTIGUOUS = torch.Tensor.is_contiguous
+_AT_ONCE = 256  # matrices of one launch; so many that come from elsewhere take memory at once
+
+
+class _Stack:
+    """An FP8 weight as matrices [N, K] that are cut into blocks one by one, and their scales.
+
+    transposed: W^T that is kept, and is written with the weight; None if nothing is kept.
+    """
+
+    def __init__(self, home: Home, weight: torch.Tensor, scale_inv: torch.Tensor) -> None:
+        self.weight, self.parts, size = weight, home.parts, home.num_matrices
+        self.data = weight.detach().view(size, -1, weight.shape[-1])
+        self.scale_inv = scale_inv.detach().view(size, -1, scale_inv.shape[-1])
+        transposed = kept_transposed(weight, home.parts)
+        is_matrix = transposed is not None and transposed.ndim == 2
+        self.transposed = transposed[None] if transposed is not None and is_matrix else transposed
+        self.matrices: list[torch.Tensor] = []  # [N, K], to be quantized
+        self.places: list[int] = []
+
+    def quantize(self, place: Place, tensor: torch.Tensor) -> None:
+        """Quantize a tensor [E, rows, K] into its place."""
+        held = tensor if place.stored is None else tensor[place.stored]
+        held = held.to(self.data.device).reshape(place.count, *self.data.shape[1:])
+        places = list(range(place.first, place.first + place.count))
+        stack = self.data, self.scale_inv, self.transposed, self.parts
+        quantize_128x128_each_into(*stack, [held.contiguous()], places)
+
+    def flush(self) -> None:
+        """Quantize what was added, each dtype by itself."""
+        matrices, places = self.matrices, self.places
+        self.matrices, self.places = [], []
+        dtypes = set(map(_DTYPE, matrices))
+        if len(dtypes) == 1:
+            self._quantize(matrices, places)
+            return
+        for dtype in dtypes:  # no matrix at all has none
+            chosen = [i for i, x in enumerate(matrices) if x.dtype is dtype]
+            self._quantize([matrices[i] for i in chosen], [places[i] for i in chosen])
+
+    def _quantize(self, matrices: list[torch.Tensor], places: list[int]) -> None:
+        """Quantize matrices of one dtype: few at once, of which there may be copies here."""
+        stack, device = (self.data, self.scale_inv, self.transposed, self.parts), self.data.device
+        for first in range(0, len(places), _AT_ONCE):
+            some, where = matrices[first : first + _AT_ONCE], places[first : first + _AT_ONCE]
+            if set(map(_DEVICE, some)) != {device} or not all(map(_IS_CONTIGUOUS, some)):
+                some = [x.to(device).contiguous() for x in some]
+            quantize_128x128_each_into(*stack, some, where)
+
+
+class Writer:
+    """The tensors of a model while it is updated."""
+
+    def __init__(self, model: nn.Module, places: Places) -> None:
+        self.model, self.places = model, places
+        bound = tensors_of(model, places.homes)
+        self.tensors: dict[ModelTensor, torch.Tensor] = {home.owner: x for home, x in bound}
+        self._stacks: dict[Home, _Stack] = {}
+        self._matrices: dict[Home, tuple[torch.Tensor, ...]] = {}
+        self._masters: set[Home] = set()
+        self._copied: set[Home] = set()  # FP8 weights whose W^T was not written with them
+        # Parts of master weights whose codes, or scales, were written; those of both are scaled.
+        self._codes: set[str] = set()
+        self._scales: set[str] = set()
+
+    @torch.inference_mode()  # else tensors that were made in this mode could not be written to
+    def write(self, arrived: Iterable[tuple[Place, torch.Tensor]]) -> None:
+        """Write tensors that fit their places."""
+        copies: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        stacks: dict[Home, _Stack] = {}
+        halves: list[str] = []
+        written: set[ModelTensor] = set()
+        for place, tensor in arrived:
+            home = place.home
+            if place.count and place.is_weight and tensor.dtype is not E4M3:
+                stack = stacks.get(home)
+                if stack is None:
+                    stack = stacks[home] = self._stack_of(home)
+                if tensor.ndim == 2:
+                    stack.matrices.append(tensor)
+                    stack.places.append(place.first)
+                else:
+                    stack.quantize(place, tensor)
+                continue
+            written.add(home.owner)
+            if place.is_weight:
+                self._copied.add(home)
+                if tensor.dtype is not E4M3:
+                    self._quantize_whole(place, tensor)
+                    continue
+            if place.weight.role is Role.MASTER:
+                self._masters.add(place.weight)
+                halves += self._note(place, tensor)
+            for target, source in self._copies(place, tensor):
+                key = target.dtype, target.device, source.dtype, source.device
+                targets, sources = copies.setdefault(key, ([], []))
+                targets.append(target)
+                sources.append(source)
+        # In this mode, a view of another dtype counts no version of what it is a view of.
+        changed = [self.tensors[owner] for owner in written]
+        torch.autograd.graph.increment_version([x for x in changed if not x.is_inference()])
+        for stack in stacks.values():
+            stack.flush()
+        for targets, sources in copies.values():
+            torch._foreach_copy_(targets, sources)
+        for part in dict.fromkeys(halves):
+            if part in self._codes and part in self._scales:
+                self._scale(part)
+
+    @torch.inference_mode()  # else tensors that were made in this mode could not be written to
+    def follow(self) -> None:
+        """Make what is kept of changed weights again, in its memory."""
+        weights = [x for x in self.tensors.values() if x.dtype == E4M3]
+        for follower in FOLLOWERS:
+            weights += [x for x in follower(self.model) if x.dtype == E4M3]
+        written = {
+            home: stack.weight
+            for home, stack in self._stacks.items()
+            if stack.transposed is not None and home not in self._copied
+        }
+        refresh_transposed(weights, written.values())
+        requantize([self.tensors[home.owner] for home in self._masters])
+
+    def _stack_of(self, home: Home) -> _Stack:
+        if home not in self._stacks:
+            weight, scale = self.tensors[home.owner], self.places.scales_of(home)
+            self._stacks[home] = _Stack(home, weight, self.tensors[scale.owner])
+        return self._stacks[home]
+
+    def _quantize_whole(self, place: Place, tensor: torch.Tensor) -> None:
+        """Quantize a weight of which a part is here: its blocks may have rows of other ranks."""
+        slot, inventory = place.slot, self.places.inventory
+        weight = self.tensors[slot.owner]
+        num_parts = 1 if slot.index else place.home.parts
+        halved = tensor.to(weight.device).unflatten(-2, (num_parts, -1))
+        data, scale_inv = (x.flatten(-3, -2) for x in quantize_128x128(halved))
+        of_scales = inventory.slots[scale_of_weight(slot.name)]
+        scales = self.tensors[of_scales.owner].detach()
+        for there, here in slot.pieces:
+            _bytes(weight.detach()[here]).copy_(_bytes(data[there]))
+        for there, here in of_scales.pieces:
+            scales[here] = scale_inv[there]
+
+    def _note(self, place: Place, tensor: torch.Tensor) -> Iterable[str]:
+        """Note codes or scales of a master weight; returns the parts that may be scaled now."""
+        if place.is_scale:
+            owner = place.slot.owner
+            if owner not in self.tensors:
+                device = self.tensors[place.weight.owner].device
+                self.tensors[owner] = torch.empty_like(owner.tensor, device=device)
+            parts = [part.removesuffix(SCALE_SUFFIX) for part in place.parts]
+            self._scales.update(parts)
+            return parts
+        if tensor.dtype is E4M3:
+            self._codes.update(place.parts)
+            return place.parts
+        return ()
+
+    def _copies(
+        self, place: Place, tensor: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield pairs of what is written and what is copied there."""
+        if place.is_weight:
+            tensor = _bytes(tensor)
+        if place.count and tensor.ndim == 2:
+            yield self._matrices_of(place.home)[place.first], tensor
+            return
+        own = self.tensors[place.slot.owner].detach()
+        own = _bytes(own) if place.is_weight else own
+        for there, here in place.slot.pieces:
+            yield own[here], tensor[there]
+
+    def _matrices_of(self, home: Home) -> tuple[torch.Tensor, ...]:
+        if home not in self._matrices:
+            own = self.tensors[home.owner].detach()
+            own = _bytes(own) if home.role is Role.WEIGHT else own
+            self._matrices[home] = own.view(home.num_matrices, -1, own.shape[-1]).unbind()
+        return self._matrices[home]
+
+    def _scale(self, part: str) -> None:
+        """Multiply the codes that a part of a master weight holds, exactly, by their scales."""
+        inventory = self.places.inventory
+        slot, of_scales = inventory.parts[part], inventory.scale_parts[part + SCALE_SUFFIX]
+        weight, scales = (self.tensors[x.owner].detach() for x in (slot, of_scales))
+        rows, columns = slot.shape
+        each = scales[of_scales.index].repeat_interleave(BLOCK, dim=0)[:rows]
+        each = each.repeat_interleave(BLOCK, dim=1)[:, :columns]
+        for there, here in slot.pieces:
+            weight[here] = weight[here].float() * each[there]
+
+
+def _bytes(codes: torch.Tensor) -> torch.Tensor:
+    return codes.view(torch.uint8)

@@ -1,0 +1,192 @@
+"""Quantize weights that lie anywhere into a stack of E4M3 weights: what comes of a trainer.
+
+M matrices [N, K] become some of the S matrices of a stack; they come one by one or as stacks
+[n, N, K]. In the transpose, `parts` of them lie side by side: 2 for gate and up. Numerics are those
+of `numerics.py`.
+"""
+
+from collections.abc import Sequence
+from operator import attrgetter
+
+import torch
+
+from ..kernels.common.blocks import BLOCK, E4M3, num_blocks, round_up
+from ..kernels.common.checks import (
+    FLOATS,
+    check_rows_contiguous,
+    check_same_device,
+    check_shape,
+    check_tensor,
+)
+from ..kernels.common.prepared import layout_of, prepared
+from ..kernels.common.registry import register
+from . import numerics
+from .each_launch import MAX_MATRICES, MAX_STACK, is_vectorized, prepare_each, words_of
+
+_OP = "quantize_128x128_each_into"
+_ATTRIBUTES = tuple(map(attrgetter, ("dtype", "shape", "device")))
+
+
+def _check(
+    data: torch.Tensor,
+    scale_inv: torch.Tensor,
+    transposed: torch.Tensor | None,
+    parts: int,
+    matrices: Sequence[torch.Tensor],
+    places: Sequence[int],
+) -> None:
+    _check_stack(data, scale_inv, transposed, parts)
+    if not _are_like(data, matrices):
+        _check_matrices(data, matrices)
+    num_matrices = sum(x.shape[0] if x.ndim == 3 else 1 for x in matrices)
+    if num_matrices != len(places):
+        raise ValueError(
+            f"{_OP}: each matrix must have a place, got {num_matrices} matrices and "
+            f"{len(places)} places"
+        )
+    if places and not (min(places) >= 0 and max(places) < len(data)):
+        raise ValueError(
+            f"{_OP}: places must be in [0, {len(data)}), got {min(places)} to {max(places)}"
+        )
+
+
+def _are_like(data: torch.Tensor, matrices: Sequence[torch.Tensor]) -> bool:
+    """Whether all are matrices that fit the stack, which few passes over them find."""
+    dtypes, shapes, devices = (set(map(get, matrices)) for get in _ATTRIBUTES)
+    are_alike = len(dtypes) == 1 and dtypes <= set(FLOATS) and shapes == {data.shape[1:]}
+    are_here = devices == {data.device}
+    return are_alike and are_here and all(map(torch.Tensor.is_contiguous, matrices))
+
+
+def _check_matrices(data: torch.Tensor, matrices: Sequence[torch.Tensor]) -> None:
+    for w in matrices:
+        check_tensor(_OP, "matrices", w, FLOATS)
+        if w.ndim not in (2, 3) or w.shape[-2:] != data.shape[1:]:
+            raise ValueError(
+                f"{_OP}: matrices must be [N, K] or [n, N, K] with [N, K] = "
+                f"{list(data.shape[1:])}, as in the stack, got {list(w.shape)}"
+            )
+        check_same_device(_OP, data=data, matrices=w)
+        if w.dtype != matrices[0].dtype:
+            raise TypeError(
+                f"{_OP}: matrices must have one dtype, got {matrices[0].dtype} and {w.dtype}"
+            )
+        if not w.is_contiguous():
+            raise ValueError(
+                f"{_OP}: matrices must be contiguous, got strides {list(w.stride())} for shape "
+                f"{list(w.shape)}"
+            )
+
+
+def _check_stack(
+    data: torch.Tensor, scale_inv: torch.Tensor, transposed: torch.Tensor | None, parts: int
+) -> None:
+    check_tensor(_OP, "data", data, (E4M3,), 3)
+    check_tensor(_OP, "scale_inv", scale_inv, (torch.float32,), 3)
+    stack, n, k = data.shape
+    wanted = [stack, num_blocks(n), num_blocks(k)]
+    check_shape(_OP, "scale_inv", scale_inv, wanted, "[S, ceil(N/128), ceil(K/128)]")
+    check_same_device(_OP, data=data, scale_inv=scale_inv)
+    for name, x in (("data", data), ("scale_inv", scale_inv)):
+        if not x.is_contiguous():
+            raise ValueError(
+                f"{_OP}: {name} must be contiguous, got strides {list(x.stride())} for shape "
+                f"{list(x.shape)}"
+            )
+    if stack > MAX_STACK:
+        raise ValueError(f"{_OP}: data must have at most {MAX_STACK} matrices, got {stack}")
+    if parts < 1 or stack % parts:
+        raise ValueError(f"{_OP}: parts must be at least 1 and divide S = {stack}, got {parts}")
+    if transposed is None:
+        return
+    check_tensor(_OP, "transposed", transposed, (E4M3,), 3)
+    check_same_device(_OP, data=data, transposed=transposed)
+    check_rows_contiguous(_OP, "transposed", transposed)
+    *rows, columns = transposed.shape
+    most = parts * round_up(n, BLOCK)
+    if rows != [stack // parts, k] or columns % parts or not parts * n <= columns <= most:
+        raise ValueError(
+            f"{_OP}: transposed must be {[stack // parts, k, 'columns']}, with columns a multiple "
+            f"of parts = {parts} from {parts * n} to {most}, got {list(transposed.shape)}"
+        )
+
+
+def _body(
+    data: torch.Tensor,
+    scale_inv: torch.Tensor,
+    transposed: torch.Tensor | None,
+    parts: int,
+    matrices: Sequence[torch.Tensor],
+    places: Sequence[int],
+) -> None:
+    _check(data, scale_inv, transposed, parts, matrices, places)
+    n = data.shape[1]
+    each = [w for x in matrices for w in (x if x.ndim == 3 else [x])]
+    for w, place in zip(each, places, strict=True):
+        numerics.quantize_128x128_into(w, data[place], scale_inv[place])
+        if transposed is not None:
+            matrix, part = divmod(place, parts)
+            columns = transposed[matrix].view(torch.uint8).unflatten(-1, (parts, -1))[:, part]
+            columns[:, :n].copy_(data[place].view(torch.uint8).mT)
+            columns[:, n:].zero_()
+
+
+def _addresses(matrices: Sequence[torch.Tensor], num_matrices: int) -> list[int]:
+    """Where each matrix begins, also each of a stack."""
+    if len(matrices) == num_matrices:
+        return list(map(torch.Tensor.data_ptr, matrices))
+    addresses: list[int] = []
+    for x in matrices:
+        begin, size = x.data_ptr(), x.shape[-2] * x.shape[-1] * x.element_size()
+        addresses += range(begin, begin + x.nbytes, size)
+    return addresses
+
+
+def _launch(
+    data: torch.Tensor,
+    scale_inv: torch.Tensor,
+    transposed: torch.Tensor | None,
+    parts: int,
+    matrices: Sequence[torch.Tensor],
+    places: Sequence[int],
+) -> None:
+    """One kernel on the current stream for each 256 matrices that have elements."""
+    _check(data, scale_inv, transposed, parts, matrices, places)
+    if data.numel() == 0 or not places:
+        return
+    dtype, k, device_index = matrices[0].dtype, data.shape[2], data.get_device()
+    layouts = layout_of(data), None if transposed is None else layout_of(transposed)
+    stack = (
+        data.data_ptr(),
+        scale_inv.data_ptr(),
+        0 if transposed is None else transposed.data_ptr(),
+    )
+    of_all = _addresses(matrices, len(places))
+    num_launches = -(-len(places) // MAX_MATRICES)
+    step = -(-len(places) // num_launches)  # launches of the same size share one that is prepared
+    for first in range(0, len(places), step):
+        addresses = of_all[first : first + step]
+        words = words_of(places[first : first + step])
+        vectorized = is_vectorized(k, addresses, data, transposed, parts)
+        size = len(addresses)
+        launch = prepared(
+            (_OP, size, dtype, *layouts, parts, vectorized),
+            lambda size=size, vectorized=vectorized: prepare_each(  # type: ignore[misc]
+                size, dtype, data, transposed, parts, vectorized=vectorized
+            ),
+        )
+        launch.on(device_index, (*stack, *addresses, *words))
+
+
+# Quantizes each of `matrices`, [N, K] or stacks [n, N, K], contiguous and of one dtype (bf16, fp16
+# or fp32), into the place of the stack that `places` tells for it. The stack is data e4m3 [S, N, K]
+# and scale_inv fp32 [S, ceil(N/128), ceil(K/128)], both contiguous, and its transpose e4m3
+# [S / parts, K, parts * width], N <= width <= N rounded up to 128, whose columns behind the N of a
+# part become zeros. Places differ.
+quantize_128x128_each_into = register(
+    f"{_OP}(Tensor(a!) data, Tensor(b!) scale_inv, Tensor(c!)? transposed, int parts, "
+    "Tensor[] matrices, int[] places) -> ()",
+    _body,
+    _check,
+    _launch,
+)
