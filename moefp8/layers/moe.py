@@ -46,12 +46,12 @@ class SharedExperts(nn.Module):
     @property
     def is_one_op(self) -> bool:
         """Whether calling a projection multiplies by its weight, as all do, and does no more."""
-        projections = self.gate_proj, self.up_proj, self.down_proj
-        are_plain = all(
-            type(x) is FP8Linear and x.bias is None and not is_wrapped(x) for x in projections
-        )
-        kinds = {(x.batch_invariant, x.trainable, x.trainable and x.wgrad) for x in projections}
-        return are_plain and len(kinds) == 1
+        kinds = set()
+        for x in (self.gate_proj, self.up_proj, self.down_proj):
+            if type(x) is not FP8Linear or x.bias is not None or is_wrapped(x):
+                return False
+            kinds.add((x.batch_invariant, x.trainable, x.trainable and x.wgrad))
+        return len(kinds) == 1
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [..., H] bf16, fp16 or fp32 -> the same shape and dtype.
