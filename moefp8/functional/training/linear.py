@@ -58,7 +58,7 @@ class TrainedLinearInputs(NamedTuple):
     trusts: bool
     saves: bool
     blocks: bool
-    batch_invariant: bool = False
+    batch_invariant: bool
 
 
 Saved = tuple[torch.Tensor, torch.Tensor]  # column codes and their scales
@@ -164,7 +164,7 @@ class TrainedLinearBackwardInputs(NamedTuple):
     d: Written | None
     accumulates: bool
     wants_x: bool
-    batch_invariant: bool = False
+    batch_invariant: bool
 
 
 def _allocate_backward(inputs: TrainedLinearBackwardInputs) -> torch.Tensor:
