@@ -17,6 +17,7 @@ from .layers import (
     convert,
     dequantize,
     freeze,
+    set_batch_invariant,
     unfreeze,
 )
 from .precompile import precompile
@@ -43,6 +44,7 @@ __all__ = [
     "quant",
     "routing",
     "save_checkpoint",
+    "set_batch_invariant",
     "shard",
     "testing",
     "unfreeze",

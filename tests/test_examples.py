@@ -112,6 +112,13 @@ def test_train_saves_both_forms(run, tmp_path, dtype):
         assert torch.equal(x.view(torch.uint8), converted[name].view(torch.uint8)), name
 
 
+def test_a_server_has_the_logits_of_its_trainer(run):
+    output = run("trainer_and_server.py", "--steps", "2", "--length", "400")
+    assert "server in FP8: KL mean 0, largest 0\n" in output
+    assert float(re.findall(r"server in BF16: KL mean (\S+),", output)[0]) > 1e-6
+    assert "15 of 15 layers give 1, 3, 64 rows alone the bits that they have among" in output
+
+
 def test_finetune_names_a_vocabulary_that_is_too_small_for_bytes(run, tmp_path):
     write_small_checkpoint(tmp_path / "fp8", "qwen3_moe", vocab_size=100)
     with pytest.raises(SystemExit, match=r"a vocabulary of \d+ or more tokens.*, got 100"):

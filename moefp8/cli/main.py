@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from .. import __version__
 from ..checkpoint import CheckpointError
 from ..kernels.jit import JitError
-from . import bench, compare, info, inspect, precompile, quantize
+from . import bench, compare, info, inspect, precompile, quantize, serve
 from .options import options_of, with_options
 
 
@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m moefp8") -> i
     )
     parser.add_argument("--version", action="version", version=f"moefp8 {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
-    for module in (info, inspect, precompile, quantize, compare, bench):
+    for module in (info, inspect, precompile, quantize, compare, serve, bench):
         name = module.__name__.rpartition(".")[2]
         summary = (module.__doc__ or "").partition("\n")[0]
         command = commands.add_parser(name, help=summary, description=module.__doc__)

@@ -14,7 +14,7 @@ from ..checkpoint.errors import printable
 from ..checkpoint.inspect.fp8 import Layers
 from ..distributed.shard import Kind, shard
 from ..kernels.jit import JitError, cache_state, keep_kernels
-from ..layers import GroupedExperts, unfreeze
+from ..layers import FP8Linear, GroupedExperts, unfreeze
 from ..precompile import layers as ahead
 
 
@@ -27,6 +27,11 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         "--unfreeze",
         choices=ahead.DTYPES,
         help="for master weights of that dtype, as moefp8.unfreeze(model) makes them",
+    )
+    parser.add_argument(
+        "--batch-invariant",
+        action="store_true",
+        help="for layers of which set_batch_invariant says so",
     )
     parser.add_argument("--num-sms", type=int, help="of the GPU, if it is not this machine's")
     parser.add_argument("--num-threads", type=int, help="that compile (default: all processors)")
@@ -90,6 +95,9 @@ def run(arguments: argparse.Namespace) -> int:
     layers = layers_of(arguments.checkpoint, arguments.top_k)
     if arguments.unfreeze:
         unfreeze(layers, ahead.DTYPES[arguments.unfreeze])
+    for layer in layers:
+        if isinstance(layer, FP8Linear):
+            layer.batch_invariant = arguments.batch_invariant
     parts = parts_of_ranks(layers, num_ranks_of(arguments))
     keep_kernels([])  # a folder that cannot be used is an error before minutes of compiling
     with warnings.catch_warnings():

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..functional.training.experts import trained_experts
 from ..functional.training.experts_backward import trained_dgrad, trained_experts_backward
+from ..functional.training.feed_forward import trained_feed_forward
 from ..functional.training.gathered import GatheredWeight, takes_gathered
 from ..functional.training.grouped_linear import trained_grouped_linear
 from ..functional.training.linear import trained_linear, trained_linear_backward
@@ -23,6 +24,7 @@ from ..quant import quantize_128x128
 takes_gathered(trained_linear, "weight")
 takes_gathered(trained_linear_backward, "weight")
 takes_gathered(trained_grouped_linear, "weight")
+takes_gathered(trained_feed_forward, "gate", "up", "down")
 takes_gathered(trained_experts, "gate_up_proj", "down_proj")
 takes_gathered(trained_experts_backward, "gate_up_proj", "down_proj")
 takes_gathered(trained_dgrad, "weight")

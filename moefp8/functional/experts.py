@@ -118,7 +118,7 @@ def _body(inputs: ExpertsInputs, gate_up: torch.Tensor | None = None) -> torch.T
     hidden_states, top_k_index, top_k_weights = inputs[:3]
     gate_up_proj, gate_up_scales, down_proj, down_scales = inputs[3:7]
     num_experts, h, i = down_proj.shape
-    if hidden_states.device.type == "cpu":
+    if is_on_cpu := hidden_states.device.type == "cpu":
         check_choices(_OP, top_k_index, inputs.num_global_experts or num_experts)
     if i == 0:
         return y.zero_() if inputs.addend is None else y.zero_().add_(inputs.addend)
@@ -131,20 +131,22 @@ def _body(inputs: ExpertsInputs, gate_up: torch.Tensor | None = None) -> torch.T
         data, scale_inv = quantize_1x128(hidden_states)
     data, scale_inv = (dispatch_rows(x, row_to_token) for x in (data, scale_inv))
     rows = y.new_zeros(len(row_to_token), h)
+    # Then no row depends on how many an expert has. GPUs without our kernels have few FP64 units.
+    product = partial(block_scaled_matmul, exact=is_on_cpu)
     for expert, (begin, end) in enumerate(pairwise(expert_offsets.tolist())):
         if begin == end:
             continue
         weights = gate_up_proj[expert].split(i)
         scales = gate_up_scales[expert].split(num_blocks(i))
         gate, up = (
-            block_scaled_matmul(data[begin:end], scale_inv[begin:end], *of_half)
+            product(data[begin:end], scale_inv[begin:end], *of_half)
             for of_half in zip(weights, scales, strict=True)
         )
         if gate_up is not None:
             gate_up[begin:end, 0], gate_up[begin:end, 1] = gate, up
-        activated = quantize_1x128(swiglu(gate, up, inputs.swiglu_limit))
+        activated = quantize_1x128(swiglu(gate, up, inputs.swiglu_limit, exact=is_on_cpu))
         of_down = down_proj[expert], down_scales[expert]
-        rows[begin:end] = block_scaled_matmul(*activated, *of_down)
+        rows[begin:end] = product(*activated, *of_down)
     return combine_rows(rows, token_to_row, top_k_weights, inputs.addend)
 
 

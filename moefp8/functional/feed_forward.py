@@ -40,6 +40,7 @@ class FeedForwardInputs(NamedTuple):
     x: [T, H] bf16, fp16 or fp32; it is quantized to 1x128, and so are the activated values.
     gate, up: e4m3 [I, H]. down: e4m3 [H, I]. Each has fp32 scales of its 128x128 blocks.
     swiglu_limit: see `swiglu`.
+    batch_invariant: a row of the result has the same bits whatever T is, see `fp8_gemm_nt`.
     """
 
     x: torch.Tensor
@@ -50,11 +51,12 @@ class FeedForwardInputs(NamedTuple):
     down: torch.Tensor
     down_scale_inv: torch.Tensor
     swiglu_limit: float | None
+    batch_invariant: bool = False
 
 
 def _allocate(inputs: FeedForwardInputs) -> torch.Tensor:
     """Check, then allocate the result; this is also the fake body."""
-    x, gate, gate_scale_inv, up, up_scale_inv, down, down_scale_inv, swiglu_limit = inputs
+    x, gate, gate_scale_inv, up, up_scale_inv, down, down_scale_inv, swiglu_limit, _ = inputs
     check_tensor(_OP, "x", x, FLOATS, 2)
     weights = {"gate": (gate, gate_scale_inv), "up": (up, up_scale_inv)}
     weights["down"] = (down, down_scale_inv)
@@ -74,14 +76,14 @@ def _allocate(inputs: FeedForwardInputs) -> torch.Tensor:
 
 def _body(inputs: FeedForwardInputs, gate_up: torch.Tensor | None = None) -> torch.Tensor:
     y = _allocate(inputs)
-    x, gate, gate_scale_inv, up, up_scale_inv, down, down_scale_inv, swiglu_limit = inputs
+    x, gate, gate_scale_inv, up, up_scale_inv, down, down_scale_inv, swiglu_limit, exact = inputs
     data, scale_inv = quantize_1x128(x)
-    gated = block_scaled_matmul(data, scale_inv, gate, gate_scale_inv)
-    ungated = block_scaled_matmul(data, scale_inv, up, up_scale_inv)
+    gated = block_scaled_matmul(data, scale_inv, gate, gate_scale_inv, exact=exact)
+    ungated = block_scaled_matmul(data, scale_inv, up, up_scale_inv, exact=exact)
     if gate_up is not None:
         gate_up[:, 0], gate_up[:, 1] = gated, ungated
-    activated, scales = quantize_1x128(swiglu(gated, ungated, swiglu_limit))
-    return y.copy_(block_scaled_matmul(activated, scales, down, down_scale_inv))
+    activated, scales = quantize_1x128(swiglu(gated, ungated, swiglu_limit, exact=exact))
+    return y.copy_(block_scaled_matmul(activated, scales, down, down_scale_inv, exact=exact))
 
 
 def _launch(inputs: FeedForwardInputs, gate_up: torch.Tensor | None = None) -> torch.Tensor:
@@ -90,7 +92,8 @@ def _launch(inputs: FeedForwardInputs, gate_up: torch.Tensor | None = None) -> t
     Each starts while the one before it ends, and loads weights meanwhile, as in linear.py.
     """
     y = _allocate(inputs)
-    x, gate, gate_scale_inv, up, up_scale_inv, down, down_scale_inv, swiglu_limit = inputs
+    x, gate, gate_scale_inv, up, up_scale_inv, down, down_scale_inv, *_ = inputs
+    swiglu_limit, batch_invariant = inputs.swiglu_limit, inputs.batch_invariant
     (num_tokens, _), size = x.shape, gate.shape[0]
     if y.numel() == 0 or size == 0:
         return y.zero_()
@@ -104,7 +107,7 @@ def _launch(inputs: FeedForwardInputs, gate_up: torch.Tensor | None = None) -> t
     scales = empty_tma_aligned((num_tokens, num_blocks(size)), x.device)
     operands = Operands(fitting(data), scale_inv, fitting_gate, gate_scale_inv, activated)
     _launch_gate_up(operands, fitting_up, up_scale_inv, scales, swiglu_limit, gate_up)
-    of_down = DenseInputs(activated, scales, down, down_scale_inv, y, None)
+    of_down = DenseInputs(activated, scales, down, down_scale_inv, y, None, batch_invariant)
     launch_dense(of_down, programmatic=True)
     return y
 

@@ -53,6 +53,7 @@ class FeedForwardBackwardInputs(NamedTuple):
     down_scale_inv: torch.Tensor
     swiglu_limit: float | None
     keeps: bool | None
+    batch_invariant: bool = False
 
 
 def _allocate(inputs: FeedForwardBackwardInputs) -> torch.Tensor:
@@ -69,11 +70,13 @@ def _allocate(inputs: FeedForwardBackwardInputs) -> torch.Tensor:
 
 def _body(inputs: FeedForwardBackwardInputs) -> torch.Tensor:
     dx = _allocate(inputs)
-    grad, gate_up, gate, gate_scale_inv, up, up_scale_inv, down, down_scale_inv, limit, _ = inputs
+    grad, gate_up, gate, gate_scale_inv, up, up_scale_inv, down, down_scale_inv, *_ = inputs
+    limit, exact = inputs.swiglu_limit, inputs.batch_invariant
     quantized = quantize_1x128(grad, min_amax=MIN_GRADIENT_AMAX)
-    of_activated = block_scaled_matmul(*quantized, down.mT, down_scale_inv.mT).bfloat16()
+    of_activated = block_scaled_matmul(*quantized, down.mT, down_scale_inv.mT, exact=exact)
     halves = (gate, gate_scale_inv), (up, up_scale_inv)
-    return dx.copy_(through_swiglu(of_activated, gate_up, 1.0, halves, limit)[0])
+    of_x, _ = through_swiglu(of_activated.bfloat16(), gate_up, 1.0, halves, limit, exact=exact)
+    return dx.copy_(of_x)
 
 
 def through_swiglu(
@@ -82,18 +85,21 @@ def through_swiglu(
     weights: torch.Tensor | float,
     halves: Sequence[tuple[torch.Tensor, torch.Tensor]],
     limit: float | None,
+    *,
+    exact: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The numerics behind the first GEMM, in PyTorch: fp32 dX [R, H] and `<dA, a>` [R].
 
     of_activated: dA, bf16 [R, I]. gate_up: [R, 2, I]. weights: of each row [R, 1].
     halves: the weights of gate and of up, e4m3 [I, H], and their scales.
+    exact: as in `block_scaled_matmul`.
     """
     grad, (gate, up) = of_activated.float(), gate_up.float().unbind(1)
     *of_halves, activated = swiglu_grad(grad * weights, gate, up, limit)
     dx = torch.zeros((), device=grad.device)
     for of_half, (weight, scale_inv) in zip(of_halves, halves, strict=True):
         q = quantize_1x128(of_half, min_amax=MIN_GRADIENT_AMAX)
-        dx = dx + block_scaled_matmul(*q, weight.mT, scale_inv.mT)
+        dx = dx + block_scaled_matmul(*q, weight.mT, scale_inv.mT, exact=exact)
     return dx, (grad * activated).sum(-1)
 
 
@@ -109,8 +115,9 @@ def _launch(inputs: FeedForwardBackwardInputs) -> torch.Tensor:
     scales = torch.cat([inputs.gate_scale_inv, inputs.up_scale_inv])
     data, scale_inv = launch_quantize_1x128(grad, False, MIN_GRADIENT_AMAX)
     of_activated = grad.new_empty(num_tokens, round_up(i, 8), dtype=torch.bfloat16)[:, :i]
-    of_down = DenseInputs(data, scale_inv, down, inputs.down_scale_inv.mT, of_activated, None)
-    launch_dense(of_down, programmatic=True, d_is_padded=True)
+    of_down = data, scale_inv, down, inputs.down_scale_inv.mT, of_activated, None
+    batch_invariant = inputs.batch_invariant
+    launch_dense(DenseInputs(*of_down, batch_invariant), programmatic=True, d_is_padded=True)
     rows = grad.new_empty(num_tokens, 2 * round_up(i, BLOCK), dtype=E4M3)
     row_scales = empty_tma_aligned((num_tokens, 2 * num_blocks(i)), grad.device)
     limit = math.inf if inputs.swiglu_limit is None else inputs.swiglu_limit
@@ -129,7 +136,8 @@ def _launch(inputs: FeedForwardBackwardInputs) -> torch.Tensor:
     )
     addresses = tuple([x.data_ptr() for x in (of_activated, gate_up, rows, row_scales)])
     launch.on(grad.get_device(), addresses)
-    launch_dense(DenseInputs(rows, row_scales, both, scales.mT, dx, None), programmatic=True)
+    of_gate_up = rows, row_scales, both, scales.mT, dx, None
+    launch_dense(DenseInputs(*of_gate_up, batch_invariant), programmatic=True)
     return dx
 
 
@@ -148,16 +156,17 @@ class _FeedForward(torch.autograd.Function):
         told = FeedForwardInputs(*inputs)
         y, gate_up = feed_forward_saving(*inputs)
         ctx.save_for_backward(gate_up, *inputs[1:7])
-        ctx.layer, ctx.dtype, ctx.options = layer, told.x.dtype, (told.swiglu_limit, keeps)
+        ctx.layer, ctx.dtype = layer, told.x.dtype
+        ctx.options = told.swiglu_limit, keeps, told.batch_invariant
         return y
 
     @staticmethod
     @first_order
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        saved, (needs_x, *needed, _) = ctx.saved_tensors, ctx.needs_input_grad[2:]
+        saved, (needs_x, *needed, _, _) = ctx.saved_tensors, ctx.needs_input_grad[2:]
         of_weights = no_gradients(grad, ctx.layer, needed, saved[1:])
         dx = feed_forward_backward(grad, *saved, *ctx.options).to(ctx.dtype) if needs_x else None
-        return None, None, dx, *of_weights, None
+        return None, None, dx, *of_weights, None, None
 
 
 def shared_experts(

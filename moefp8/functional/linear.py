@@ -47,18 +47,21 @@ class LinearInputs(NamedTuple):
     x: [M, K] bf16, fp16 or fp32; it is quantized to 1x128.
     weight: e4m3 [N, K]. weight_scale_inv: fp32 [ceil(N/128), ceil(K/128)].
     bias: [N] in bf16, fp16, fp32 or None.
+    batch_invariant: a row of the result has the same bits whatever M is, see `fp8_gemm_nt`.
     """
 
     x: torch.Tensor
     weight: torch.Tensor
     weight_scale_inv: torch.Tensor
     bias: torch.Tensor | None
+    batch_invariant: bool = False
 
 
 def _allocate(inputs: LinearInputs) -> torch.Tensor:
     """Check, then allocate the result; this is also the fake body."""
-    x, weight, weight_scale_inv, bias = inputs
-    check_same_device(_OP, **inputs._asdict())
+    x, weight, weight_scale_inv, bias, _ = inputs
+    named = {"x": x, "weight": weight, "weight_scale_inv": weight_scale_inv, "bias": bias}
+    check_same_device(_OP, **named)
     check_tensor(_OP, "x", x, FLOATS, 2)
     check_tensor(_OP, "weight", weight, (E4M3,), 2)
     check_tensor(_OP, "weight_scale_inv", weight_scale_inv, (torch.float32,), 2)
@@ -75,8 +78,8 @@ def _allocate(inputs: LinearInputs) -> torch.Tensor:
 
 def _body(inputs: LinearInputs) -> torch.Tensor:
     y = _allocate(inputs)
-    x, weight, weight_scale_inv, bias = inputs
-    result = block_scaled_matmul(*quantize_1x128(x), weight, weight_scale_inv)
+    x, weight, weight_scale_inv, bias, exact = inputs
+    result = block_scaled_matmul(*quantize_1x128(x), weight, weight_scale_inv, exact=exact)
     return y.copy_(result if bias is None else result + bias.float())
 
 
@@ -91,7 +94,7 @@ def _launch(inputs: LinearInputs, min_amax: float = MIN_AMAX) -> torch.Tensor:
     after our own kernel, which lets it start only once what came before is complete, and writes
     neither.
     """
-    x, weight, weight_scale_inv, bias = inputs
+    x, weight, weight_scale_inv, bias, batch_invariant = inputs
     driver, x_address, weight_address = current_driver(), x.data_ptr(), weight.data_ptr()
     key = (
         _OP,
@@ -103,6 +106,7 @@ def _launch(inputs: LinearInputs, min_amax: float = MIN_AMAX) -> torch.Tensor:
         weight_address % 16,
         driver.max_sms,
         min_amax,
+        batch_invariant,
     )
     found = driver.prepared().get(key)
     if found is None:
@@ -112,9 +116,8 @@ def _launch(inputs: LinearInputs, min_amax: float = MIN_AMAX) -> torch.Tensor:
     y = torch.empty_strided((m, n), (n, 1), dtype=torch.bfloat16, device=x.device)
     if not found.launches:
         data, scale_inv = launch_quantize_1x128(x, False, min_amax)
-        launch_dense(
-            DenseInputs(data, scale_inv, weight, weight_scale_inv, y, bias), programmatic=True
-        )
+        dense = DenseInputs(data, scale_inv, weight, weight_scale_inv, y, bias, batch_invariant)
+        launch_dense(dense, programmatic=True)
         return y
     bias_address = 0 if bias is None else bias.data_ptr()
     addresses = (x_address, weight_address, weight_scale_inv.data_ptr(), y.data_ptr(), bias_address)
@@ -124,7 +127,7 @@ def _launch(inputs: LinearInputs, min_amax: float = MIN_AMAX) -> torch.Tensor:
 
 def _prepare(inputs: LinearInputs, min_amax: float) -> Launches:
     """The launches of both kernels; none where operands must be copied or nothing is to be done."""
-    x, weight, weight_scale_inv, bias = inputs
+    x, weight, weight_scale_inv, bias, batch_invariant = inputs
     (m, k), n = x.shape, weight.shape[0]
     in_order = x.stride(1) == 1 and (bias is None or bias.is_contiguous())
     if not (m and n and k and k % 16 == n % 8 == 0 and in_order and fits(weight)):
@@ -137,7 +140,7 @@ def _prepare(inputs: LinearInputs, min_amax: float) -> Launches:
     )
     configs, meta = config_source_of(x.get_device()), torch.device("meta")
     gemm = prepare_gemm(
-        configs.dense(m, n, k),
+        configs.dense(m, n, k, batch_invariant),
         Operands(
             torch.empty((m, k), dtype=E4M3, device=meta),
             empty_tma_aligned((m, num_blocks(k)), meta),
@@ -169,16 +172,18 @@ class BackwardInputs(NamedTuple):
     grad: [M, N] bf16, fp16 or fp32, that of the result; it is quantized to 1x128.
     weight, weight_scale_inv: as in `LinearInputs`.
     keeps: whether W^T is kept on a GPU, see `transposed`.
+    batch_invariant: as in `LinearInputs`.
     """
 
     grad: torch.Tensor
     weight: torch.Tensor
     weight_scale_inv: torch.Tensor
     keeps: bool | None
+    batch_invariant: bool = False
 
 
 def _allocate_backward(inputs: BackwardInputs) -> torch.Tensor:
-    grad, weight, weight_scale_inv, _ = inputs
+    grad, weight, weight_scale_inv, *_ = inputs
     named = {"grad": grad, "weight": weight, "weight_scale_inv": weight_scale_inv}
     check_same_device(_BACKWARD, **named)
     check_tensor(_BACKWARD, "grad", grad, FLOATS, 2)
@@ -189,18 +194,18 @@ def _allocate_backward(inputs: BackwardInputs) -> torch.Tensor:
 
 
 def _body_backward(inputs: BackwardInputs) -> torch.Tensor:
-    grad, weight, weight_scale_inv, _ = inputs
+    grad, weight, weight_scale_inv, _, exact = inputs
     dx = _allocate_backward(inputs)
     quantized = quantize_1x128(grad, min_amax=MIN_GRADIENT_AMAX)
-    return dx.copy_(block_scaled_matmul(*quantized, weight.mT, weight_scale_inv.mT))
+    return dx.copy_(block_scaled_matmul(*quantized, weight.mT, weight_scale_inv.mT, exact=exact))
 
 
 def _launch_backward(inputs: BackwardInputs) -> torch.Tensor:
-    grad, weight, weight_scale_inv, keeps = inputs
+    grad, weight, weight_scale_inv, keeps, batch_invariant = inputs
     _allocate_backward(inputs)
     grad = grad if grad.stride(1) == 1 and grad.stride(0) >= grad.shape[1] else grad.contiguous()
     weight = transposed(weight, keeps)
-    of_x = LinearInputs(grad, weight, weight_scale_inv.mT, None)
+    of_x = LinearInputs(grad, weight, weight_scale_inv.mT, None, batch_invariant)
     return _launch(of_x, MIN_GRADIENT_AMAX)
 
 
@@ -225,23 +230,24 @@ class _Linear(torch.autograd.Function):
         weight: torch.Tensor,
         weight_scale_inv: torch.Tensor,
         bias: torch.Tensor | None,
+        batch_invariant: bool,
     ) -> torch.Tensor:
-        ctx.layer, ctx.keeps, ctx.dtype = layer, keeps, x.dtype
+        ctx.layer, ctx.options, ctx.dtype = layer, (keeps, batch_invariant), x.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.save_for_backward(weight, weight_scale_inv)
-        y: torch.Tensor = fp8_linear(x, weight, weight_scale_inv, bias)
+        y: torch.Tensor = fp8_linear(x, weight, weight_scale_inv, bias, batch_invariant)
         return y
 
     @staticmethod
     @first_order
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         weights = ctx.saved_tensors
-        *_, needs_x, needs_weight, needs_scales, needs_bias = ctx.needs_input_grad
+        *_, needs_x, needs_weight, needs_scales, needs_bias, _ = ctx.needs_input_grad
         needed = needs_weight, needs_scales
         of_weights = no_gradients(grad, ctx.layer, needed, weights)
-        dx = fp8_linear_backward(grad, *weights, ctx.keeps).to(ctx.dtype) if needs_x else None
+        dx = fp8_linear_backward(grad, *weights, *ctx.options).to(ctx.dtype) if needs_x else None
         of_bias = grad.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if needs_bias else None
-        return None, None, dx, *of_weights, of_bias
+        return None, None, dx, *of_weights, of_bias, None
 
 
 def linear(
@@ -251,13 +257,16 @@ def linear(
     weight_scale_inv: torch.Tensor,
     bias: torch.Tensor | None,
     keeps: bool | None = None,
+    *,
+    batch_invariant: bool = False,
 ) -> torch.Tensor:
     """`fp8_linear` -> bf16 [M, N], with gradients in x and the bias.
 
     layer: who is named if a gradient of the weight is wanted, which is an error.
-    keeps: see `transposed`.
+    keeps: see `transposed`. batch_invariant: see `LinearInputs`.
     """
-    inputs = x, weight, weight_scale_inv, bias
-    is_recorded = records(layer, *inputs)  # an autograd function costs as much as a launch
+    tensors = x, weight, weight_scale_inv, bias
+    inputs = *tensors, batch_invariant
+    is_recorded = records(layer, *tensors)  # an autograd function costs as much as a launch
     y: torch.Tensor = _Linear.apply(layer, keeps, *inputs) if is_recorded else fp8_linear(*inputs)
     return y

@@ -11,12 +11,18 @@ from ..kernels.common.blocks import round_up, tma_aligned
 _UNIT = 8  # elements of BF16, or codes, that are loaded at once
 
 
-def swiglu(gate: torch.Tensor, up: torch.Tensor, limit: float | None = None) -> torch.Tensor:
-    """`silu(gate) * up` in FP32; `limit` clamps gate from above, and up on both sides."""
+def swiglu(
+    gate: torch.Tensor, up: torch.Tensor, limit: float | None = None, *, exact: bool = False
+) -> torch.Tensor:
+    """`silu(gate) * up` in FP32; `limit` clamps gate from above, and up on both sides.
+
+    exact: silu is computed in FP64 and rounded once. In FP32 a CPU rounds the last few elements of
+        a tensor otherwise than those before, so a row's bits depend on where the tensor ends.
+    """
     gate, up = gate.float(), up.float()
     if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
-    return F.silu(gate) * up
+    return (F.silu(gate.double()).float() if exact else F.silu(gate)) * up
 
 
 def swiglu_grad(

@@ -1,5 +1,6 @@
 """Modules: `FP8Linear`, `GroupedExperts`, `TopKRouter`, `MoE`; `convert` and `dequantize`."""
 
+from .batch_invariance import set_batch_invariant
 from .conversion.conversion import Conversion
 from .conversion.convert import convert, plan_conversion
 from .conversion.dequantize import dequantize
@@ -23,5 +24,6 @@ __all__ = [
     "dequantize",
     "freeze",
     "plan_conversion",
+    "set_batch_invariant",
     "unfreeze",
 ]

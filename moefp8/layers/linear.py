@@ -37,6 +37,10 @@ class FP8Linear(TrainableModule):
         trainable: whether the weight is a master weight, of which codes are made for each value
             that it has; `freeze` and `unfreeze` change that.
         wgrad: how its gradient is computed, at once or after `unfreeze`, see `TrainableModule`.
+        batch_invariant: whether a row of the output has the same bits however many rows there are.
+            On a Hopper GPU sums over K are then never divided among CTAs, which they may be up to
+            512 rows where that is faster; elsewhere sums of 128 products are exact, in FP64. See
+            `set_batch_invariant` for all layers of a model.
 
     Attributes:
         weight: e4m3 [N, K], or the master weight.
@@ -52,6 +56,7 @@ class FP8Linear(TrainableModule):
     master_names = ("weight",)
     rows_before = columns_before = 0
     keep_transposed: bool | None = None
+    batch_invariant = False
 
     def __init__(
         self,
@@ -64,11 +69,13 @@ class FP8Linear(TrainableModule):
         keep_transposed: bool | None = None,
         trainable: bool = False,
         wgrad: Wgrad = "128x1",
+        batch_invariant: bool = False,
     ) -> None:
         super().__init__()
         if trainable:
             check_dtype("FP8Linear", dtype)
         self.keep_transposed, self.wgrad = keep_transposed, wgrad
+        self.batch_invariant = batch_invariant
         self.in_features, self.out_features = in_features, out_features
         self.bias = frozen_parameter((out_features,), device, dtype) if bias else None
         if trainable:
@@ -225,9 +232,25 @@ class FP8Linear(TrainableModule):
             rows = F.pad(rows, (self.columns_before, 0))
         weight, scale_inv, bias = map(self._look_up, ("weight", "weight_scale_inv", "bias"))
         if scale_inv is None:
-            y = trained_linear("FP8Linear", rows, weight, bias, self.wgrad, trusts=self.training)
+            y = trained_linear(
+                "FP8Linear",
+                rows,
+                weight,
+                bias,
+                self.wgrad,
+                trusts=self.training,
+                batch_invariant=self.batch_invariant,
+            )
         else:
-            y = linear("FP8Linear", rows, weight, scale_inv, bias, self.keep_transposed)
+            y = linear(
+                "FP8Linear",
+                rows,
+                weight,
+                scale_inv,
+                bias,
+                self.keep_transposed,
+                batch_invariant=self.batch_invariant,
+            )
         if self.rows_before:
             y = y[:, self.rows_before :]
         if not is_matrix:
@@ -236,6 +259,7 @@ class FP8Linear(TrainableModule):
 
     def extra_repr(self) -> str:
         has_bias = self.bias is not None
-        trained = ("wgrad",) if self.trainable else ()
+        names = ["trainable"] + ["wgrad"] * self.trainable
+        names += ["batch_invariant"] * self.batch_invariant
         sizes = attributes_repr(self, "in_features", "out_features")
-        return f"{sizes}, bias={has_bias}, {attributes_repr(self, 'trainable', *trained)}"
+        return f"{sizes}, bias={has_bias}, {attributes_repr(self, *names)}"

@@ -14,8 +14,10 @@ from torch.autograd import forward_ad
 from ..functional.feed_forward import FeedForwardInputs
 from ..functional.feed_forward_backward import shared_experts
 from ..functional.swiglu import check_limit, swiglu
+from ..functional.training.feed_forward import shared_experts as trained_shared_experts
 from ..functional.training.linear import Wgrad
 from ..kernels.common.checks import FLOATS, check_tensor
+from ..routing.logits import exact_logits
 from .experts import PARALLELIZERS, ExpertLayout, GroupedExperts
 from .linear import FP8Linear
 from .module import is_wrapped
@@ -43,26 +45,40 @@ class SharedExperts(nn.Module):
 
     @property
     def is_one_op(self) -> bool:
-        """Whether calling a projection multiplies by its frozen weight, and does no more."""
-        return all(
-            type(x) is FP8Linear and x.bias is None and not x.trainable and not is_wrapped(x)
-            for x in (self.gate_proj, self.up_proj, self.down_proj)
-        )
+        """Whether calling a projection multiplies by its weight, as all do, and does no more."""
+        kinds = set()
+        for x in (self.gate_proj, self.up_proj, self.down_proj):
+            if type(x) is not FP8Linear or x.bias is not None or is_wrapped(x):
+                return False
+            kinds.add((x.batch_invariant, x.trainable, x.trainable and x.wgrad))
+        return len(kinds) == 1
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [..., H] bf16, fp16 or fp32 -> the same shape and dtype.
 
         If a projection has a bias or hooks, the projections are called one by one, and the outputs
-        of gate and up are rounded to BF16.
+        of gate and up are rounded to BF16. Else frozen and trainable ones give the same bits.
         """
         if not self.is_one_op:
             gate, up = project(self.gate_proj, x), project(self.up_proj, x)
             return project(self.down_proj, swiglu(gate, up, self.swiglu_limit)).to(x.dtype)
-        projections = (self.gate_proj, self.up_proj, self.down_proj)
-        weights = [y for z in projections for y in (z.weight, z.weight_scale_inv)]
-        given: tuple[Any, ...] = (x.reshape(-1, x.shape[-1]), *weights, self.swiglu_limit)
-        inputs = FeedForwardInputs(*given)
-        y = shared_experts("SharedExperts", inputs, self.down_proj.keep_transposed).view(x.shape)
+        projections, down = (self.gate_proj, self.up_proj, self.down_proj), self.down_proj
+        rows, limit = x.reshape(-1, x.shape[-1]), self.swiglu_limit
+        if down.trainable:
+            y = trained_shared_experts(
+                "SharedExperts",
+                rows,
+                [z.weight for z in projections],
+                limit,
+                down.wgrad,
+                trusts=self.training,
+                batch_invariant=down.batch_invariant,
+            )
+        else:
+            weights = [y for z in projections for y in (z.weight, z.weight_scale_inv)]
+            given: tuple[Any, ...] = rows, *weights, limit, down.batch_invariant
+            y = shared_experts("SharedExperts", FeedForwardInputs(*given), down.keep_transposed)
+        y = y.view(x.shape)
         return y if y.dtype == x.dtype else y.to(x.dtype)
 
 
@@ -93,6 +109,8 @@ class MoE(nn.Module):
         shared_expert_gate: weigh the shared experts with the sigmoid of a linear gate (Qwen3-Next).
         swiglu_limit, layout: as in `GroupedExperts`; the limit holds for the shared experts too.
         trainable, wgrad, dtype: as in `GroupedExperts`, for all experts.
+        batch_invariant: as in `FP8Linear`, for the shared experts and their gate. Of the others no
+            bit depends on the batch: `set_batch_invariant` says where.
         expert_mesh: the `DeviceMesh` of one dimension, or process group, whose ranks share the
             routed experts, each with tokens of its own: see `moefp8.distributed.ExpertParallel`.
         router: further arguments of `TopKRouter`, such as scoring.
@@ -119,10 +137,11 @@ class MoE(nn.Module):
         wgrad: Wgrad = "128x1",
         dtype: torch.dtype = torch.bfloat16,
         expert_mesh: Any = None,
+        batch_invariant: bool = False,
         **router: Any,
     ) -> None:
         super().__init__()
-        self.hidden_size = hidden_size
+        self.hidden_size, self.batch_invariant = hidden_size, batch_invariant
         if shared_expert_gate and not shared_intermediate_size:
             raise ValueError("MoE: shared_expert_gate needs shared_intermediate_size > 0, got 0")
         if unknown := ", ".join(router.keys() - signature(TopKRouter).parameters.keys()):
@@ -139,6 +158,7 @@ class MoE(nn.Module):
         self.shared_experts: SharedExperts | None = None
         self.shared_expert_gate: nn.Linear | None = None
         if shared_intermediate_size:
+            options["batch_invariant"] = batch_invariant
             self.shared_experts = SharedExperts(hidden_size, shared_intermediate_size, **options)
         if shared_expert_gate:
             self.shared_expert_gate = nn.Linear(hidden_size, 1, bias=False, device=device)
@@ -189,7 +209,11 @@ class MoE(nn.Module):
         shared: torch.Tensor = self.shared_experts(tokens)
         if self.shared_expert_gate is None:
             return shared
-        logit = self.shared_expert_gate(tokens.to(self.shared_expert_gate.weight.dtype))
+        gate = self.shared_expert_gate
+        if self.batch_invariant and type(gate) is nn.Linear and not is_wrapped(gate):
+            logit = exact_logits(tokens, gate.weight).to(gate.weight.dtype)
+        else:
+            logit = gate(tokens.to(gate.weight.dtype))
         return shared * logit.sigmoid().to(shared.dtype)
 
 

@@ -29,6 +29,7 @@ from .variants import (
     Master,
     Router,
     TrainedExperts,
+    TrainedFeedForward,
     TrainedLinear,
 )
 
@@ -146,14 +147,21 @@ def _layers_of(model: nn.Module, top_k: int | None) -> Iterator[Layer]:
             continue
         if isinstance(module, SharedExperts) and module.is_one_op:
             parts.update(module.children())
-            i, h = module.gate_proj.weight.shape  # a sharded one counts its zeros, too
-            yield FeedForward(h, i)
+            down = module.down_proj
+            h, i = down.weight.shape  # a sharded one counts its zeros, too
+            frozen = FeedForward(h, i, down.batch_invariant)
+            if down.trainable:
+                projections = module.gate_proj, module.up_proj, down
+                yield TrainedFeedForward(frozen, tuple(map(_master_of, projections)))
+            else:
+                yield frozen
         elif isinstance(module, SharedExperts):
             in_fp32.add(module.down_proj)
         elif isinstance(module, FP8Linear):
             bias = None if module.bias is None else module.bias.dtype
             n, k = module.weight.shape
-            linear = Linear(n, k, bias, frozenset({torch.float32}) if module in in_fp32 else None)
+            takes = frozenset({torch.float32}) if module in in_fp32 else None
+            linear = Linear(n, k, bias, takes, module.batch_invariant)
             yield TrainedLinear(linear, _master_of(module)) if module.trainable else linear
         elif isinstance(module, TopKRouter):
             yield Router(_OPS[module.scoring], module.num_experts, module.hidden_size)

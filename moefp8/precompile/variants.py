@@ -74,28 +74,35 @@ class Demand(NamedTuple):
     def quantize_rows(self, dtype: torch.dtype, max_rows: int, k: int) -> Iterator[Kernel]:
         yield from quantize_launch.needed_kernels(dtype, max_rows, k, self.configs.all_sms)
 
-    def dense_kernels(self, n: int, k: int, bias: torch.dtype | None = None) -> Iterator[Kernel]:
+    def dense_kernels(
+        self, n: int, k: int, bias: torch.dtype | None = None, *, batch_invariant: bool
+    ) -> Iterator[Kernel]:
         for m in deciding_sizes(self.max_tokens):
-            yield kernel_of(self.configs.dense(m, n, k), bias)
+            yield kernel_of(self.configs.dense(m, n, k, batch_invariant), bias)
 
 
 class Linear(NamedTuple):
-    """`fp8_linear`, weights [N, K]. takes: dtypes of its activations, if not those of the model."""
+    """`fp8_linear`, weights [N, K].
+
+    takes: dtypes of its activations, if not those of the model. batch_invariant: as in the module.
+    """
 
     n: int
     k: int
     bias: torch.dtype | None
     takes: frozenset[torch.dtype] | None = None
+    batch_invariant: bool = False
 
     def kernels(self, demand: Demand) -> Iterator[Kernel]:
         demand = demand.taking(self.takes)
         if self.n and self.k:
             yield from demand.quantize_kernels(self.k)
-            yield from demand.dense_kernels(self.n, self.k, self.bias)
+            is_invariant = self.batch_invariant
+            yield from demand.dense_kernels(self.n, self.k, self.bias, batch_invariant=is_invariant)
             if demand.backward:
                 yield from transpose_launch.needed_kernels(self.k)
                 yield from demand.quantize_rows(torch.bfloat16, demand.max_tokens, self.n)
-                yield from demand.dense_kernels(self.k, self.n)
+                yield from demand.dense_kernels(self.k, self.n, batch_invariant=is_invariant)
 
 
 class Master(NamedTuple):
@@ -128,41 +135,74 @@ class TrainedLinear(NamedTuple):
         n, k, *_ = self.frozen
         if not (n and k):
             return
-        dtype, wgrad, outputs = self.master
-        yield from both_launch.needed_kernels(dtype, k)
+        yield from both_launch.needed_kernels(self.master.dtype, k)
         yield from self.frozen.kernels(demand._replace(backward=False))
-        if not demand.backward:
-            return
-        yield from demand.dense_kernels(k, n)
+        if demand.backward:
+            yield from self.backward_kernels(demand, with_rows=True)
+
+    def backward_kernels(self, demand: Demand, *, with_rows: bool) -> Iterator[Kernel]:
+        """with_rows: whether the kernel that makes column codes of x makes those of rows, too."""
+        n, k, *_ = self.frozen
+        _, wgrad, outputs = self.master
+        yield from demand.dense_kernels(k, n, batch_invariant=self.frozen.batch_invariant)
         yield from demand.quantize_rows(torch.bfloat16, demand.max_tokens, n)
         if wgrad == "bf16" or not outputs:
             return
         blocks = wgrad == "128x128"
         for taken in demand.taking(self.frozen.takes).dtypes:
-            yield from columns_launch.needed_kernels(taken, k, blocks=blocks, with_rows=True)
+            yield from columns_launch.needed_kernels(taken, k, blocks=blocks, with_rows=with_rows)
         yield from columns_launch.needed_kernels(torch.bfloat16, n, with_rows=True)
         yield from self.master.weight_kernels(n, k)
 
 
 class FeedForward(NamedTuple):
-    """Shared experts as one op."""
+    """Shared experts as one op. batch_invariant: as in their linears."""
 
     hidden_size: int
     intermediate_size: int
+    batch_invariant: bool = False
 
     def kernels(self, demand: Demand) -> Iterator[Kernel]:
-        if self.hidden_size and self.intermediate_size:
-            yield from demand.quantize_kernels(self.hidden_size)
-            for config in all_gate_up_configs(demand.configs, demand.max_tokens, *self):
-                saving = [replace(config, saves_gate_up=True)]
-                yield from gate_up_kernels(config, saving, GroupLayout.OFFSETS, demand)
-            yield from demand.dense_kernels(*self)
+        h, i, is_invariant = self
+        if h and i:
+            yield from self.forward_kernels(demand)
             if demand.backward:
-                h, i = self
                 yield from backward_kernels(h, i, {torch.float32})
                 yield from demand.quantize_rows(torch.bfloat16, demand.max_tokens, h)
-                yield from demand.dense_kernels(i, h)
-                yield from demand.dense_kernels(h, 2 * round_up(i, BLOCK))
+                for n, k in ((i, h), (h, 2 * round_up(i, BLOCK))):
+                    yield from demand.dense_kernels(n, k, batch_invariant=is_invariant)
+
+    def forward_kernels(self, demand: Demand) -> Iterator[Kernel]:
+        """Those of a forward, and of one that saves for a backward if there is one."""
+        h, i, is_invariant = self
+        yield from demand.quantize_kernels(h)
+        for config in all_gate_up_configs(demand.configs, demand.max_tokens, h, i):
+            saving = [replace(config, saves_gate_up=True)]
+            yield from gate_up_kernels(config, saving, GroupLayout.OFFSETS, demand)
+        yield from demand.dense_kernels(h, i, batch_invariant=is_invariant)
+
+
+class TrainedFeedForward(NamedTuple):
+    """Shared experts with master weights as one op, and their gradients.
+
+    masters: those of gate, up and down.
+    """
+
+    frozen: FeedForward
+    masters: tuple[Master, ...]
+
+    def kernels(self, demand: Demand) -> Iterator[Kernel]:
+        h, i, is_invariant = self.frozen
+        if not (h and i):
+            return
+        yield from self.frozen.forward_kernels(demand)
+        gate = up = Linear(i, h, None, None, is_invariant)
+        down = Linear(h, i, None, frozenset({torch.float32}), is_invariant)
+        for linear, master in zip((gate, up, down), self.masters, strict=True):
+            yield from both_launch.needed_kernels(master.dtype, linear.k)
+            if demand.backward:
+                trained = TrainedLinear(linear, master)
+                yield from trained.backward_kernels(demand, with_rows=False)
 
 
 class Experts(NamedTuple):
@@ -371,6 +411,7 @@ Layer = (
     Linear
     | TrainedLinear
     | FeedForward
+    | TrainedFeedForward
     | Experts
     | TrainedExperts
     | ExpertsInSteps

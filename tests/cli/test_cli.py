@@ -18,7 +18,7 @@ import moefp8
 from moefp8 import FP8Linear, GroupedExperts
 from moefp8.checkpoint import CheckpointError, fp8_layers
 from moefp8.checkpoint.inspect.fp8 import Layers
-from moefp8.cli import bench, compare, info, inspect, precompile, quantize
+from moefp8.cli import bench, compare, info, inspect, precompile, quantize, serve
 from moefp8.cli.main import main, script
 from moefp8.kernels import jit
 from moefp8.kernels.gemm import tuned
@@ -57,7 +57,7 @@ def test_without_a_command_it_tells_which_there_are(prog, capsys):
     assert told.out == ""
     assert told.err.startswith(f"usage: {prog} ")
     assert f"{prog} COMMAND --help" in told.err
-    for command in (info, inspect, precompile, quantize, compare, bench):
+    for command in (info, inspect, precompile, quantize, compare, serve, bench):
         assert command.__doc__.partition("\n")[0][:40] in told.err
 
 
@@ -237,6 +237,19 @@ def test_the_kernels_of_gradients_are_compiled_if_asked_for(checkpoint, named):
     layers, options = fp8_layers(checkpoint), {"dtype": torch.bfloat16}
     assert set(named) == {*ahead.kernels_of(layers, 8, backward=True, **options)}
     assert set(named) > {*ahead.kernels_of(layers, 8, **options)}
+
+
+def test_the_kernels_of_batch_invariant_layers_are_compiled_if_asked_for(checkpoint, named):
+    assert main(["precompile", str(checkpoint), "--max-tokens", "64", "--batch-invariant"]) == 0
+    options = {"dtype": torch.bfloat16}
+    layers = fp8_layers(checkpoint)
+    divided = {*ahead.kernels_of(layers, 64, **options)}
+    moefp8.set_batch_invariant(layers)
+    assert set(named) == {*ahead.kernels_of(layers, 64, **options)}
+    names = {x.name for x in named if x.source.name == "gemm.cu"}
+    assert all(".split_k = 1" in name for name in names)
+    is_divided = any(".split_k = 2" in x.name for x in divided)
+    assert is_divided == ("deepseek_v3" in str(checkpoint))  # the other one has a short K
 
 
 @pytest.mark.parametrize("master", ["bfloat16", "float32"])

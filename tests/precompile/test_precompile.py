@@ -187,6 +187,24 @@ def test_it_lists_what_trained_weights_need(model, wgrad, dtype, master):
     assert len(of_weights) <= len(of_weights & set(whole.kernels)) + 12  # d may lie unaligned
 
 
+@pytest.mark.parametrize("trained", [False, True])
+def test_it_lists_what_batch_invariant_layers_need(model, trained):
+    """No launch divides K, and gradients divide it neither."""
+    model = moefp8.set_batch_invariant(copy.deepcopy(model))
+    if trained:
+        moefp8.unfreeze(model)
+    with jit.using(IdleDriver()) as gpu:
+        for tokens in (1, 2, 9, 17, 40, 130, 260, 500):
+            run(model, tokens)
+            step(model, tokens, torch.bfloat16)
+    named = kernels_of(model, 500, backward=True)
+    assert set(gpu.kernels) - named == set()
+    gemms = [x.name for x in named if x.source.name == "gemm.cu"]
+    assert all(".split_k = 1," in name for name in gemms)
+    others = kernels_of(moefp8.set_batch_invariant(model, False), 500)
+    assert any(".split_k = 2," in x.name for x in others)
+
+
 def test_master_weights_that_get_no_gradient_need_no_kernels_for_it():
     model = moefp8.unfreeze(nn.Sequential(FP8Linear(256, 512), GroupedExperts(4, 256, 128)))
     trained = kernels_of(model, backward=True, top_k=2)

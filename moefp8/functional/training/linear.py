@@ -6,6 +6,7 @@ what is saved. A backward does the same to dY: its rows are multiplied by W for 
 columns by those of x for dW = dY^T X. All kernels of either are one prepared launch.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -48,6 +49,7 @@ class TrainedLinearInputs(NamedTuple):
     trusts: as in `codes_of`.
     saves: whether column codes of x are made.
     blocks: whether they have one scale for 128 features.
+    batch_invariant: a row of the result has the same bits whatever M is, see `fp8_gemm_nt`.
     """
 
     x: torch.Tensor
@@ -56,6 +58,7 @@ class TrainedLinearInputs(NamedTuple):
     trusts: bool
     saves: bool
     blocks: bool
+    batch_invariant: bool
 
 
 Saved = tuple[torch.Tensor, torch.Tensor]  # column codes and their scales
@@ -95,13 +98,15 @@ def _allocate(inputs: TrainedLinearInputs) -> Trained:
 
 
 def _forward(inputs: TrainedLinearInputs) -> Trained:
-    x, weight, bias, trusts, saves, blocks = inputs
+    x, weight, bias, trusts, saves, blocks, batch_invariant = inputs
     codes = codes_of(weight, trusts=trusts)
     if not saves:
-        return fp8_linear(x, codes.data, codes.scale_inv, bias), *nothing_of(x)
+        y = fp8_linear(x, codes.data, codes.scale_inv, bias, batch_invariant)
+        return y, *nothing_of(x)
     *rows, data, scale_inv = quantize_1x128_and_128x1(x, None, False, MIN_AMAX, blocks)
     y = _empty(x, len(weight))
-    fp8_gemm_nt((rows[0], rows[1]), (codes.data, codes.scale_inv), y, bias=bias)
+    a, b = (rows[0], rows[1]), (codes.data, codes.scale_inv)
+    fp8_gemm_nt(a, b, y, bias=bias, batch_invariant=batch_invariant)
     return y, data, scale_inv
 
 
@@ -112,13 +117,13 @@ def _body(inputs: TrainedLinearInputs) -> Trained:
 
 def _launch(inputs: TrainedLinearInputs) -> Trained:
     """On a Hopper GPU: two kernels on the current stream; nothing waits for them."""
-    x, weight, bias, trusts, saves, blocks = inputs
+    x, weight, bias, trusts, saves, blocks, batch_invariant = inputs
     if not saves or x.ndim != 2 or x.dtype not in FLOATS or x.shape[1:] != weight.shape[1:]:
         return _body(inputs)
     codes = codes_of(weight, trusts=trusts)
     y, columns = _empty(x, len(weight)), empty_columns(*_blocks_of(x), x.device, blocks=blocks)
-    of_w = Codes(codes.data, codes.scale_inv)
-    if launch_forward(partial(_check, inputs), x, of_w, bias, y, columns, blocks):
+    of_w, check = Codes(codes.data, codes.scale_inv), partial(_check, inputs)
+    if launch_forward(check, x, of_w, bias, y, columns, blocks, batch_invariant):
         return y, *columns
     return _body(inputs)
 
@@ -149,6 +154,7 @@ class TrainedLinearBackwardInputs(NamedTuple):
     d: bf16 or fp32 [N, K], where the gradient of the weight goes; None: it is not wanted.
     accumulates: whether it is added to what is there, in fp32.
     wants_x: whether dX is wanted, which else is empty.
+    batch_invariant: as in the forward, for dX.
     """
 
     grad: torch.Tensor
@@ -158,6 +164,7 @@ class TrainedLinearBackwardInputs(NamedTuple):
     d: Written | None
     accumulates: bool
     wants_x: bool
+    batch_invariant: bool
 
 
 def _allocate_backward(inputs: TrainedLinearBackwardInputs) -> torch.Tensor:
@@ -171,7 +178,7 @@ def _allocate_backward(inputs: TrainedLinearBackwardInputs) -> torch.Tensor:
 
 def _backward(inputs: TrainedLinearBackwardInputs) -> torch.Tensor:
     dx = _allocate_backward(inputs)
-    grad, weight, *of_x, d, accumulates, wants_x = inputs
+    grad, weight, *of_x, d, accumulates, wants_x, batch_invariant = inputs
     codes = codes_of(weight, is_backward=True) if wants_x else None
     found: tuple[torch.Tensor, ...] = ()
     if d is not None:
@@ -179,20 +186,21 @@ def _backward(inputs: TrainedLinearBackwardInputs) -> torch.Tensor:
     elif wants_x:
         found = quantize_1x128(grad, False, MIN_GRADIENT_AMAX)
     if codes:
-        fp8_gemm_nt((found[0], found[1]), (codes.transposed, codes.scale_inv.mT), dx)
+        of_w = codes.transposed, codes.scale_inv.mT
+        fp8_gemm_nt((found[0], found[1]), of_w, dx, batch_invariant=batch_invariant)
     if d is not None:
         k_grouped_gemm(*found[2:], *of_x, d, None, len(grad), accumulates)
     return dx
 
 
 def _launch_backward(inputs: TrainedLinearBackwardInputs) -> torch.Tensor:
-    grad, weight, of_x, scale_inv, d, accumulates, wants_x = inputs
+    grad, weight, of_x, scale_inv, d, accumulates, wants_x, batch_invariant = inputs
     if d is None or not wants_x:
         return _backward(inputs)
     codes = codes_of(weight, is_backward=True)
     dx, of_w = _empty(grad, weight.shape[1]), Codes(codes.transposed, codes.scale_inv.mT)
-    check = partial(_allocate_backward, inputs)
-    if launch_backward(check, grad, of_w, (of_x, scale_inv), dx, d, accumulates):
+    check, columns = partial(_allocate_backward, inputs), (of_x, scale_inv)
+    if launch_backward(check, grad, of_w, columns, dx, d, accumulates, batch_invariant):
         return dx
     return _backward(inputs)
 
@@ -226,21 +234,65 @@ def weight_gradient(
     return main_grad.result(weight, d if written is d else d.copy_(written))
 
 
+class Trainee(NamedTuple):
+    """A weight as a forward saved it.
+
+    weight: [N, K]. master: what `main_grad.master` gave for it. wgrad: see `Wgrad`.
+    """
+
+    weight: torch.Tensor
+    master: torch.Tensor | None
+    wgrad: Wgrad
+
+
+def gradients(
+    grad: torch.Tensor,
+    trainee: Trainee,
+    of_x: Sequence[torch.Tensor],
+    needs: tuple[bool, bool],
+    batch_invariant: bool,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """dX, in bf16, and what a backward returns for the weight.
+
+    grad: that of the result, [M, N]. of_x: x [M, K] itself with wgrad "bf16", else its column codes
+        and their scales; neither if the weight needs no gradient. needs: which of both are wanted.
+    """
+    weight, master, wgrad = trainee.weight, trainee.master, trainee.wgrad
+    master = weight if master is None else master
+    needs_x, needs_weight = needs
+    needs_weight = needs_weight and main_grad.is_asked_for(master)
+    if needs_weight and wgrad != "bf16":
+        d, accumulates = main_grad.target(master)
+        written, options = as_written(d), (accumulates, needs_x, batch_invariant)
+        dx = trained_linear_backward(grad, weight, *of_x, written, *options)
+        of_weight = main_grad.result(master, d if written is d else d.copy_(written))
+        return (dx if needs_x else None), of_weight
+    dx = of_weight = None
+    if needs_x:
+        options = False, True, batch_invariant
+        dx = trained_linear_backward(grad, weight, *nothing_of(grad), None, *options)
+    if needs_weight:
+        of_weight = _bf16_gradient(master, grad, of_x[0])
+    return dx, of_weight
+
+
 class _TrainedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
         wgrad: Wgrad,
         trusts: bool,
+        batch_invariant: bool,
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
     ) -> torch.Tensor:
-        needs_weight = ctx.needs_input_grad[3]
+        needs_weight = ctx.needs_input_grad[4]
         saves = needs_weight and wgrad != "bf16"
+        options = trusts, saves, wgrad == "128x128", batch_invariant
         y: torch.Tensor
-        y, *columns = trained_linear(x, weight, bias, trusts, saves, wgrad == "128x128")
-        ctx.wgrad, ctx.dtype, ctx.num_tokens = wgrad, x.dtype, len(x)
+        y, *columns = trained_linear(x, weight, bias, *options)
+        ctx.wgrad, ctx.dtype, ctx.batch_invariant = wgrad, x.dtype, batch_invariant
         ctx.bias_dtype = None if bias is None else bias.dtype
         of_x = columns if saves else [x] if needs_weight else []
         ctx.save_for_backward(weight, *of_x)
@@ -251,29 +303,12 @@ class _TrainedLinear(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         weight, *of_x = ctx.saved_tensors
-        master = weight if ctx.master is None else ctx.master
-        _, _, needs_x, needs_weight, needs_bias = ctx.needs_input_grad
-        needs_weight = needs_weight and main_grad.is_asked_for(master)
-        of_weight = of_bias = dx = None
-        if needs_weight and ctx.wgrad != "bf16":
-            d, accumulates = main_grad.target(master)
-            written = as_written(d)
-            dx = trained_linear_backward(grad, weight, *of_x, written, accumulates, needs_x)
-            of_weight = main_grad.result(master, d if written is d else d.copy_(written))
-        else:
-            if needs_x:
-                dx = trained_linear_backward(grad, weight, *nothing_of(grad), None, False, True)
-            if needs_weight:
-                of_weight = _bf16_gradient(master, grad, of_x[0])
-        if needs_bias:
-            of_bias = grad.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
-        return (
-            None,
-            None,
-            dx.to(ctx.dtype) if dx is not None and needs_x else None,
-            of_weight,
-            of_bias,
-        )
+        *_, needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        needs = needs_x, needs_weight
+        held = Trainee(weight, ctx.master, ctx.wgrad)
+        dx, of_weight = gradients(grad, held, of_x, needs, ctx.batch_invariant)
+        of_bias = grad.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if needs_bias else None
+        return None, None, None, None if dx is None else dx.to(ctx.dtype), of_weight, of_bias
 
 
 def as_written(d: torch.Tensor) -> torch.Tensor:
@@ -298,14 +333,16 @@ def linear(
     wgrad: Wgrad,
     *,
     trusts: bool = True,
+    batch_invariant: bool = False,
 ) -> torch.Tensor:
     """bf16 [M, N], with gradients in x, weight and bias, all by FP8 GEMMs.
 
-    layer: who is named in errors. wgrad: see `Wgrad`. trusts: see `codes_of`.
+    layer: who is named in errors. wgrad: see `Wgrad`. trusts: see `codes_of`. batch_invariant: see
+        `TrainedLinearInputs`.
     """
     y: torch.Tensor
     if records(layer, x, weight, bias):
-        y = _TrainedLinear.apply(wgrad, trusts, x, weight, bias)
+        y = _TrainedLinear.apply(wgrad, trusts, batch_invariant, x, weight, bias)
     else:
-        y, *_ = trained_linear(x, weight, bias, trusts, False, False)
+        y, *_ = trained_linear(x, weight, bias, trusts, False, False, batch_invariant)
     return y

@@ -59,6 +59,7 @@ def _prepare_product(
     of_bias: Source | None = None,
     blocks: bool = False,
     min_amax: float = MIN_AMAX,
+    batch_invariant: bool,
 ) -> tuple[Launch, Launch]:
     """Both codes of x, and the product of its rows with the codes of a weight.
 
@@ -91,7 +92,7 @@ def _prepare_product(
     )
     configs = config_source_of(x.get_device())
     product = prepare_gemm(
-        configs.dense(m, n, k),
+        configs.dense(m, n, k, batch_invariant),
         Operands(
             torch.empty((m, k), dtype=E4M3, device=meta),
             empty_tma_aligned((m, num_blocks(k)), meta),
@@ -122,13 +123,14 @@ def launch_forward(
     y: torch.Tensor,
     columns: tuple[torch.Tensor, torch.Tensor],
     blocks: bool,
+    batch_invariant: bool,
 ) -> bool:
     """Write y and the column codes of x; False if an operand would have to be copied first.
 
     check: raises what is wrong with the operands; called for layouts that are new.
     y: bf16 [M, N], contiguous. columns: as `empty_columns` gives them.
     """
-    key = (_OP, _key_of(x, *codes, bias), blocks, current_driver().max_sms)
+    key = (_OP, _key_of(x, *codes, bias), blocks, batch_invariant, current_driver().max_sms)
 
     def prepare() -> Launches:
         check()
@@ -144,6 +146,7 @@ def launch_forward(
             bias=bias,
             of_bias=None if bias is None else _BIAS,
             blocks=blocks,
+            batch_invariant=batch_invariant,
         )
         return Launches(launches, memory.size)
 
@@ -166,13 +169,15 @@ def launch_backward(
     dx: torch.Tensor,
     d: torch.Tensor,
     accumulates: bool,
+    batch_invariant: bool,
 ) -> bool:
     """Write dX, and dW into d or to what is there; False if an operand must be copied first.
 
     check: as for `launch_forward`. codes: those of W^T, [K, N]. of_x: column codes of x. dx: bf16
         [M, K], contiguous. d: [N, K].
     """
-    key = (_OP, "backward", _key_of(grad, *codes, *of_x, d), accumulates, current_driver().max_sms)
+    options = accumulates, batch_invariant, current_driver().max_sms
+    key = (_OP, "backward", _key_of(grad, *codes, *of_x, d), *options)
 
     def prepare() -> Launches:
         check()
@@ -189,6 +194,7 @@ def launch_backward(
             (scale_inv, places),
             (_GRAD, _DATA, _SCALES, _DX),
             min_amax=MIN_GRADIENT_AMAX,
+            batch_invariant=batch_invariant,
         )
         operands = KGroupedOperands(data, scale_inv, *of_x, d[None])
         wgrad = prepare_k_grouped(

@@ -60,11 +60,11 @@ def _can_merge(linear: FP8Linear) -> bool:
 
 
 def _fit(linears: Sequence[FP8Linear]) -> bool:
-    """Whether they are several, and small; blocks of 128 rows end where each does; biases alike."""
-    biases = {None if x.bias is None else x.bias.dtype for x in linears}
+    """Whether they are several, small and alike; blocks of 128 rows end where each does."""
+    kinds = {(x.batch_invariant, None if x.bias is None else x.bias.dtype) for x in linears}
     ends_fit = all(x.out_features % BLOCK == 0 for x in linears[:-1])
     is_small = sum(x.weight.numel() for x in linears) <= _MAX_BYTES
-    return len(linears) > 1 and is_small and len(biases) == 1 and ends_fit
+    return len(linears) > 1 and is_small and len(kinds) == 1 and ends_fit
 
 
 class Merged:
@@ -77,6 +77,7 @@ class Merged:
         has_bias, device = first.bias is not None, first.weight.device
         dtype = torch.bfloat16 if first.bias is None else first.bias.dtype
         whole = FP8Linear(first.in_features, self.ends[-1], has_bias, "meta", dtype)
+        whole.batch_invariant = first.batch_invariant
         self.whole = whole.to_empty(device=device).eval()
         self.x: torch.Tensor | None = None
         self.y: torch.Tensor | None = None

@@ -46,6 +46,7 @@ class GemmCall(NamedTuple):
         scales and writes d only after that end. All else must be older than that kernel. It has
         no effect where an operand is copied.
     d_is_padded: what follows a row of d, up to the next 16 bytes, may be written.
+    batch_invariant: a row of a dense GEMM has the same bits whatever M is.
     """
 
     op: str
@@ -57,6 +58,7 @@ class GemmCall(NamedTuple):
     expected_m: int | None = None
     programmatic: bool = False
     d_is_padded: bool = False
+    batch_invariant: bool = False
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -145,7 +147,7 @@ def _prepare(call: GemmCall) -> _Run:
     configs = config_source_of(operands.b.get_device())
     if layout is None:
         return prepare_gemm(
-            configs.dense(m, n, k),
+            configs.dense(m, n, k, call.batch_invariant),
             operands,
             _SOURCES._replace(bias=None if call.bias is None else Source(5)),
             configs.sms,

@@ -233,17 +233,23 @@ def deciding_sizes(max_m: int) -> Iterator[int]:
         m = last + 1
 
 
-def choose_config(m: int, n: int, k: int, num_sms: int, all_sms: bool = True) -> GemmConfig:
+def choose_config(
+    m: int, n: int, k: int, num_sms: int, all_sms: bool = True, batch_invariant: bool = False
+) -> GemmConfig:
     """The configuration for d [M, N] with `num_sms` SMs; m, n, k and num_sms are at least 1.
 
     all_sms: whether the GPU has no more SMs than these.
+    batch_invariant: no CTAs divide K, so that a row's sums have one order whatever M is.
     """
-    return _choose_config(deciding_size(m), n, k, num_sms, all_sms)
+    return _choose_config(deciding_size(m), n, k, num_sms, all_sms, batch_invariant)
 
 
 @lru_cache(16384)
-def _choose_config(m: int, n: int, k: int, num_sms: int, all_sms: bool) -> GemmConfig:
-    possible = [c for c in map(with_most_stages, candidates(m)) if is_possible(c, k)]
+def _choose_config(
+    m: int, n: int, k: int, num_sms: int, all_sms: bool, batch_invariant: bool
+) -> GemmConfig:
+    allowed = (c for c in candidates(m) if c.split_k == 1 or not batch_invariant)
+    possible = [c for c in map(with_most_stages, allowed) if is_possible(c, k)]
     return min(possible, key=lambda config: estimate_us(config, m, n, k, num_sms, all_sms))
 
 

@@ -87,11 +87,13 @@ class ConfigSource:
     def sms(self) -> Sms:
         return Sms(self.num_sms, self.all_sms)
 
-    def dense(self, m: int, n: int, k: int) -> GemmConfig:
+    def dense(self, m: int, n: int, k: int, batch_invariant: bool = False) -> GemmConfig:
+        """The config for d [M, N]; batch_invariant: as in `heuristic.choose_config`."""
         tuned = self.table.look_up(Dense(n, k), heuristic.deciding_size(m))
-        if isinstance(tuned, GemmConfig):
+        if isinstance(tuned, GemmConfig) and (tuned.split_k == 1 or not batch_invariant):
             return tuned
-        return heuristic.choose_config(m, n, k, self.num_sms, self.num_sms == self.all_sms)
+        all_sms = self.num_sms == self.all_sms
+        return heuristic.choose_config(m, n, k, self.num_sms, all_sms, batch_invariant)
 
 
 def config_source_of(device_index: int) -> ConfigSource:

@@ -62,3 +62,14 @@ def test_what_is_not_finite_stays_where_it_is(bad):
         found = torch.stack(swiglu_grad(*made))
         assert bool(found[:2, [0, 1, 2, 3, 4, 6, 7]].isfinite().all())
         assert not bool(found[:2, 5].isfinite().all())
+
+
+@pytest.mark.parametrize("size", [7, 100, 257])
+def test_exact_values_do_not_depend_on_where_the_tensor_ends(size):
+    """PyTorch's vector code computes silu otherwise than the code that takes the last elements."""
+    torch.manual_seed(0)
+    gate, up = torch.randn(600, size) * 4, torch.randn(600, size)
+    whole = swiglu(gate, up, 3.0, exact=True)
+    for num in (*range(1, 40), 599):
+        assert torch.equal(swiglu(gate[:num], up[:num], 3.0, exact=True), whole[:num])
+    assert torch.allclose(whole, swiglu(gate, up, 3.0), rtol=1e-6, atol=0)

@@ -1,13 +1,17 @@
 """What trained linears and experts launch on a GPU, emulated, beside PyTorch's bodies."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
+import moefp8
 from moefp8 import FP8Linear, GroupedExperts
 from moefp8.functional import workspace
 from moefp8.functional.expert_configs import Sizes
 from moefp8.kernels import jit
+from moefp8.layers.moe import SharedExperts
 from tests.fakes.emulator import FakeDriver
 
 WGRADS = ["128x1", "128x128"]
@@ -48,6 +52,31 @@ def test_a_linear(shape, dtype, wgrad):
     assert sources.count("columns") == 2
     assert sources.count("gemm") == 2
     assert sources.count("k_grouped") == 1
+
+
+@pytest.mark.parametrize("wgrad", WGRADS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("sizes", [(300, 144, 264), (33, 77, 40)])
+def test_shared_experts(sizes, dtype, wgrad):
+    """The forward is that of frozen ones, and has their bits; of x, codes are made once."""
+    torch.manual_seed(0)
+    num_tokens, h, i = sizes
+    module = SharedExperts(h, i, trainable=True, wgrad=wgrad, swiglu_limit=1.5)
+    x = torch.randn(num_tokens, h).to(dtype)
+    wanted = gradients_of(module, x)
+    with jit.using(FakeDriver()) as gpu:
+        found = gradients_of(module, x)
+        sources = [made.kernel.source.stem for made in gpu.launched]
+        frozen = moefp8.freeze(copy.deepcopy(module))
+        gpu.launched.clear()
+        assert torch.equal(frozen(x), found[0])
+        served = [made.kernel.source.stem for made in gpu.launched]
+        gpu.check_workspaces()
+    assert_alike(found, wanted)
+    assert served == ["quantize", "gemm", "gemm"]
+    assert [x for x in sources if x != "both"][:3] == served
+    assert sources.count("columns") == 2 + 3  # of x and of what is activated; of three gradients
+    assert sources.count("k_grouped") == 3
 
 
 @pytest.mark.parametrize("wgrad", WGRADS)

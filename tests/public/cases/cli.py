@@ -179,7 +179,19 @@ def precompile(device: str) -> Any:
             "float32",
             "--num-threads",
             "2",
+            "--batch-invariant",
         ),
+    ]
+
+
+@case
+def serve(device: str) -> Any:
+    """What it refuses before transformers' server starts."""
+    write_checkpoint("qwen3_moe")
+    return [
+        run_command("serve", "nowhere"),
+        run_command("serve", "--batch-invariant", "ORIGINAL"),
+        run_command("serve", "--no-graphs", "--compile", "CHECKPOINT", "--port", "8000"),
     ]
 
 

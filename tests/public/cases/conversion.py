@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import moefp8
-from moefp8.layers import Conversion, PlainExperts, plan_conversion
+from moefp8.layers import Conversion, PlainExperts, plan_conversion, set_batch_invariant
 
 from . import BF16, attempt, case, randn
 
@@ -204,6 +204,14 @@ def masters(device: str) -> Any:
     trained = copy.deepcopy(moefp8.unfreeze(model))
     other = moefp8.unfreeze(model=moefp8.freeze(model), dtype=torch.float32, wgrad="128x128")
     return trained, copy.deepcopy(other), moefp8.freeze(model=other), other is model
+
+
+@case
+def batch_invariant(device: str) -> Any:
+    model, x = moefp8.convert(_model(device)), randn(5, 136, device=device)
+    once = moefp8.set_batch_invariant(model)(x)
+    set_batch_invariant(model=model, enabled=False)
+    return once, set_batch_invariant(model, enabled=True) is model
 
 
 @case

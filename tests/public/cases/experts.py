@@ -203,6 +203,7 @@ def other_layers(device: str) -> Any:
         MoE(H, I, 8, 2, shared_intermediate_size=128, device=device, trainable=True),
         MoE(H, I, 8, 2, device=device, trainable=True, dtype=torch.float32, wgrad="128x128"),
         MoE(H, I, 8, 2, renormalize=False, layout="masked", expert_mesh=None, device=device),
+        MoE(H, I, 8, 2, shared_intermediate_size=128, batch_invariant=True, device=device),
     ]
     return [(step(moe, randn(13, H, device=device)), moe) for moe in layers]
 

@@ -32,6 +32,7 @@ def dense(device: str) -> Any:
             compiled_dims="nk",
             disable_ue8m0_cast=True,
             bias=bias,
+            batch_invariant=True,
         )
         outputs[m, n, k] = d, again
     return outputs

@@ -41,6 +41,16 @@ def many_rows(device: str) -> Any:
     return FP8Linear(512, 384, device=device)(randn(600, 512, device=device))
 
 
+@case
+def rows_that_depend_on_no_others(device: str) -> Any:
+    outputs = {}
+    for trainable in (False, True):
+        linear = FP8Linear(1100, 136, device=device, trainable=trainable, batch_invariant=True)
+        outputs[trainable] = [linear(randn(m, 1100, device=device)) for m in (1, 5, 40)]
+        outputs[f"{trainable} gradients"] = step(linear, randn(3, 1100, device=device))
+    return outputs
+
+
 @gpu_case
 def real_sizes(device: str) -> Any:
     linear = FP8Linear(4096, 1536, bias=False, device=device)

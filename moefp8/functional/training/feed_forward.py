@@ -1,0 +1,145 @@
+"""A SwiGLU feed-forward that every token takes, whose weights are trained.
+
+T tokens, H hidden, I intermediate. The forward is that of frozen weights with the codes of the
+master weights, so a trainer and a server compute the same bits. It saves x, and gate and up of each
+token before SwiGLU; the backward goes through three linears.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ...kernels.common.blocks import MIN_AMAX
+from ...kernels.common.registry import register_inputs
+from ...quant.columns import quantize_128x1
+from ..autograd import first_order, records
+from ..feed_forward import feed_forward, feed_forward_saving
+from ..swiglu import empty_gate_up, swiglu, swiglu_grad
+from . import main_grad
+from .linear import Trainee, Wgrad, gradients
+from .weights import codes_of
+
+_OP = "trained_feed_forward"
+
+
+class TrainedFeedForwardInputs(NamedTuple):
+    """What `trained_feed_forward` takes.
+
+    x: [T, H] bf16, fp16 or fp32. gate, up: [I, H] and down: [H, I], bf16, fp16 or fp32.
+    trusts: as in `codes_of`. saves: whether gate and up of each token are kept for a backward.
+    The others: as in `FeedForwardInputs`.
+    """
+
+    x: torch.Tensor
+    gate: torch.Tensor
+    up: torch.Tensor
+    down: torch.Tensor
+    swiglu_limit: float | None
+    batch_invariant: bool
+    trusts: bool
+    saves: bool
+
+
+def _allocate(inputs: TrainedFeedForwardInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    y = inputs.x.new_empty(inputs.x.shape, dtype=torch.bfloat16)
+    num_rows = inputs.x.shape[0] if inputs.saves else 0
+    return y, empty_gate_up(y, num_rows, inputs.gate.shape[0])
+
+
+def _forward(inputs: TrainedFeedForwardInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    weights = inputs.gate, inputs.up, inputs.down
+    codes = [codes_of(weight, trusts=inputs.trusts) for weight in weights]
+    given = inputs.x, *(y for x in codes for y in (x.data, x.scale_inv))
+    options = inputs.swiglu_limit, inputs.batch_invariant
+    if inputs.saves:
+        y, gate_up = feed_forward_saving(*given, *options)
+        return y, gate_up
+    return feed_forward(*given, *options), _allocate(inputs)[1]
+
+
+trained_feed_forward = register_inputs(
+    _OP,
+    TrainedFeedForwardInputs,
+    "(Tensor, Tensor)",
+    cpu=_forward,
+    fake=_allocate,
+    hopper=_forward,
+)
+"""`feed_forward` with the codes of master weights -> (bf16 [T, H], gate and up of each token, bf16
+[T, 2, I], as `feed_forward_saving` has them, or nothing of them)."""
+
+
+def _for_weight(x: torch.Tensor, wgrad: Wgrad, is_needed: bool) -> Sequence[torch.Tensor]:
+    """What the gradient of a weight that x [M, K] meets is made of; nothing if it is not needed."""
+    if not is_needed or wgrad == "bf16":
+        return [x]
+    return quantize_128x1(x, None, None, False, MIN_AMAX, wgrad == "128x128")
+
+
+class _TrainedFeedForward(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        wgrad: Wgrad,
+        trusts: bool,
+        limit: float | None,
+        batch_invariant: bool,
+        x: torch.Tensor,
+        *weights: torch.Tensor,
+    ) -> torch.Tensor:
+        y: torch.Tensor
+        y, gate_up = trained_feed_forward(x, *weights, limit, batch_invariant, trusts, True)
+        ctx.save_for_backward(x, gate_up, *weights)
+        ctx.masters = [main_grad.master(weight) for weight in weights]
+        ctx.wgrad, ctx.limit, ctx.batch_invariant = wgrad, limit, batch_invariant
+        return y
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, gate_up, *weights = ctx.saved_tensors
+        gate, up, down = (
+            Trainee(weight, master, ctx.wgrad)
+            for weight, master in zip(weights, ctx.masters, strict=True)
+        )
+        wgrad, batch_invariant = ctx.wgrad, ctx.batch_invariant
+        needs_x, needs_gate, needs_up, needs_down = ctx.needs_input_grad[4:]
+        gated, ungated = gate_up.unbind(1)
+        activated = swiglu(gated, ungated, ctx.limit) if needs_down else gated
+        needs = needs_x or needs_gate or needs_up, needs_down
+        of_columns = _for_weight(activated, wgrad, needs_down)
+        of_activated, of_down = gradients(grad, down, of_columns, needs, batch_invariant)
+        if of_activated is None:
+            return None, None, None, None, None, None, None, of_down
+        of_gated, of_ungated, _ = swiglu_grad(of_activated.float(), gated, ungated, ctx.limit)
+        of_columns = _for_weight(x, wgrad, needs_gate or needs_up)
+        needs, of_gated = (needs_x, needs_gate), of_gated.bfloat16()
+        dx, of_gate = gradients(of_gated, gate, of_columns, needs, batch_invariant)
+        needs, of_ungated = (needs_x, needs_up), of_ungated.bfloat16()
+        dx_of_up, of_up = gradients(of_ungated, up, of_columns, needs, batch_invariant)
+        if dx is not None and dx_of_up is not None:
+            dx = dx.to(x.dtype) + dx_of_up.to(x.dtype)
+        return None, None, None, None, dx, of_gate, of_up, of_down
+
+
+def shared_experts(
+    layer: str,
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    limit: float | None,
+    wgrad: Wgrad,
+    *,
+    trusts: bool,
+    batch_invariant: bool,
+) -> torch.Tensor:
+    """`trained_feed_forward` -> bf16 [T, H], with gradients in x and in the weights.
+
+    layer: who is named in errors. weights: those of gate, of up and of down. wgrad: see `Wgrad`.
+    """
+    y: torch.Tensor
+    if records(layer, x, *weights):
+        y = _TrainedFeedForward.apply(wgrad, trusts, limit, batch_invariant, x, *weights)
+    else:
+        y, _ = trained_feed_forward(x, *weights, limit, batch_invariant, trusts, False)
+    return y
