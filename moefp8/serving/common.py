@@ -55,18 +55,24 @@ def local_choices(top_k_index: torch.Tensor, num_experts: int) -> torch.Tensor:
 class CompileAhead:
     """Compiles what layers need in a thread, while weights load; a job for each shape of a layer.
 
-    max_tokens: of one call of a layer. dtype: of activations.
+    max_tokens: of one call of a layer. dtype: of activations. batch_invariant: as in `FP8Linear`.
     """
 
-    def __init__(self, max_tokens: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, max_tokens: int, dtype: torch.dtype, *, batch_invariant: bool = False
+    ) -> None:
         self.max_tokens, self.dtype = max_tokens, dtype
+        self.batch_invariant = batch_invariant
         self._jobs: dict[Hashable, Future[int]] = {}
         self._thread = ThreadPoolExecutor(1, "moefp8-precompile")
 
     def linear(self, n: int, k: int, bias: torch.dtype | None) -> None:
         """Begin with a linear, weight [N, K]. bias: the dtype of its bias, or None."""
         has_bias, dtype = bias is not None, bias or torch.bfloat16
-        self._begin((n, k, bias), lambda: FP8Linear(k, n, has_bias, "meta", dtype))
+        same = self.batch_invariant
+        self._begin(
+            (n, k, bias), lambda: FP8Linear(k, n, has_bias, "meta", dtype, batch_invariant=same)
+        )
 
     def experts(
         self,

@@ -1,5 +1,6 @@
 """FP8 linears of SGLang on moefp8. M tokens, K in, N out; N and K are those of a rank."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,8 +22,6 @@ def why_not_linear(method: Any, layer: Any) -> str | None:
     backend = get_exec().kernel.fp8_gemm_runner_backend
     if backend != "auto":
         return f"--fp8-gemm-backend is {backend}"
-    if get_exec().deterministic.enable_deterministic_inference:
-        return "--enable-deterministic-inference is on"
     if is_cpu():
         return "SGLang's CPU engine packs the weights"
     return why_not_on(layer.weight.device)
@@ -35,7 +34,12 @@ def take_linear(method: Any) -> None:
             "moefp8's plug-in does not fit this SGLang, whose Fp8LinearMethod has no "
             "w8a8_block_fp8_linear; unset MOEFP8_SGLANG to serve without the plug-in"
         )
-    method.w8a8_block_fp8_linear = block_linear
+    method.w8a8_block_fp8_linear = partial(block_linear, batch_invariant=is_batch_invariant())
+
+
+def is_batch_invariant() -> bool:
+    """Whether the server wants the same bits of a request in every batch."""
+    return bool(get_exec().deterministic.enable_deterministic_inference)
 
 
 def block_linear(
@@ -45,6 +49,8 @@ def block_linear(
     weight_scale: torch.Tensor,
     input_scale: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
+    *,
+    batch_invariant: bool = False,
 ) -> torch.Tensor:
     """What an Fp8LinearMethod calls: y = x dequantize(W)^T + bias, in the dtype of the input.
 
@@ -58,5 +64,6 @@ def block_linear(
         )
     if not torch.compiler.is_compiling():  # plain tensors spare the host the dispatcher
         weight, weight_scale = weight.data, weight_scale.data
-    y = fp8_linear(input.reshape(-1, input.shape[-1]), weight, weight_scale, bias)
+    rows = input.reshape(-1, input.shape[-1])
+    y = fp8_linear(rows, weight, weight_scale, bias, batch_invariant)
     return y.to(input.dtype).view(*input.shape[:-1], y.shape[1])

@@ -9,6 +9,7 @@ from sglang.srt.runtime_context import get_model, get_parallel, get_schedule
 from torch import nn
 
 from ..common import CompileAhead, line
+from .linear import is_batch_invariant
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +41,9 @@ def begin_to_compile(model: nn.Module) -> CompileAhead | None:
     if not ours or next(ours[0].parameters()).device.type != "cuda":
         return None
     if model not in _compilers:
-        _compilers[model] = CompileAhead(max_tokens(), ours[0].params_dtype)
+        _compilers[model] = CompileAhead(
+            max_tokens(), ours[0].params_dtype, batch_invariant=is_batch_invariant()
+        )
         ask(_compilers[model], model)
     return _compilers[model]
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from vllm import envs
 from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import (
     Fp8BlockScaledMMLinearKernel,
 )
@@ -23,6 +24,7 @@ class MoEFP8LinearKernel(Fp8BlockScaledMMLinearKernel):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
+        self.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
         self.served = ServedModel.current()
         self.served.add(self, LINEARS)
         if self.served.ahead is not None:
@@ -60,7 +62,8 @@ class MoEFP8LinearKernel(Fp8BlockScaledMMLinearKernel):
         self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None, **kwargs: Any
     ) -> torch.Tensor:
         """x: [..., K] bf16 or fp16 -> [..., N] in the model's dtype. bias: [N] or None."""
-        y = fp8_linear(x.reshape(-1, x.shape[-1]), layer.weight, _scale_inv(layer), bias)
+        rows, same = x.reshape(-1, x.shape[-1]), self.batch_invariant
+        y = fp8_linear(rows, layer.weight, _scale_inv(layer), bias, same)
         return y.view(*x.shape[:-1], y.shape[1]).to(self.config.out_dtype)
 
     def apply_block_scaled_mm(self, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 import torch
+from vllm import envs
 from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
@@ -45,7 +46,9 @@ class ServedModel:
         # Without an all2all of its own, a rank gets the tokens of all data parallel ranks.
         max_tokens = config.scheduler_config.max_num_batched_tokens * parallel.data_parallel_size
         name = ", ".join(getattr(model, "architectures", None) or ["a model"])
-        ahead = CompileAhead(max_tokens, model.dtype) if current_platform.is_cuda() else None
+        ahead = None
+        if current_platform.is_cuda():
+            ahead = CompileAhead(max_tokens, model.dtype, batch_invariant=envs.VLLM_BATCH_INVARIANT)
         served = cls(name, ahead)
         backend = getattr(config.kernel_config, "linear_backend", "auto")
         if backend != "auto":

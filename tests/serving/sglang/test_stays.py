@@ -91,11 +91,6 @@ def test_weights_in_16_bits_stay(caplog):
     [
         ({"enable_lora": True}, None, "LoRA is on"),
         ({"fp8_gemm_runner_backend": "triton"}, "--fp8-gemm-backend is triton", None),
-        (
-            {"enable_deterministic_inference": True},
-            "--enable-deterministic-inference is on",
-            None,
-        ),
     ],
     ids=lambda x: "",
 )

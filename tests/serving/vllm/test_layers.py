@@ -221,3 +221,26 @@ def test_linears_with_other_blocks_stay(config, device, caplog):
         False,
         "blocks are (64, 64) of weights and (1, 64) of activations",
     )
+
+
+def test_linears_are_batch_invariant_if_vllm_is_to_be(config, device, monkeypatch):
+    """Sums cancel, so that another order of them shows."""
+    from vllm.model_executor.layers.linear import ReplicatedLinear
+
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    ours = FP8Linear(4096, 128, bias=False, device=device, batch_invariant=True)
+    with device:
+        theirs = ReplicatedLinear(
+            4096, 128, bias=False, params_dtype=torch.bfloat16, quant_config=config, prefix="c"
+        )
+    half = torch.randn(128, 2048, device=device)
+    codes, scales = quantize_128x128(torch.cat([half, -half], dim=1))
+    for linear in ours, theirs:
+        linear.weight.data.copy_(codes)
+        linear.weight_scale_inv.data.copy_(scales)
+    theirs.quant_method.process_weights_after_loading(theirs)
+    x = torch.randn(9, 2048, device=device).bfloat16().repeat(1, 2)
+    expected = ours(x)
+    assert torch.equal(theirs(x)[0], expected)
+    for i in range(len(x)):
+        assert torch.equal(theirs(x[i : i + 1])[0], expected[i : i + 1])
