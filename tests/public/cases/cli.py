@@ -92,8 +92,11 @@ def kernel_settings(device: str) -> Any:
 @case
 def plug_ins(device: str) -> Any:
     """Those of engines, without an engine."""
-    call = "from moefp8.serving.sglang import register; register()"
-    return [_python("-c", call, MOEFP8_SGLANG=value) for value in ("0", "2")]
+    return [
+        _python("-c", f"from moefp8.serving.{engine} import register; register()", **{name: value})
+        for engine, name in (("sglang", "MOEFP8_SGLANG"), ("vllm", "MOEFP8_VLLM"))
+        for value in ("0", "2")
+    ]
 
 
 @case
