@@ -94,13 +94,22 @@ def _check(directory: str) -> None:
 
 
 def _generate_by_graphs(model: Any, compile: bool) -> None:
-    """Let `model.generate` be that of `DecodingGraphs`, which comes back here to prepare."""
+    """Let `model.generate` be that of `DecodingGraphs`, which comes back here to prepare.
+
+    Requests with `stop` run as transformers generates, since it has no tokenizer for strings to
+    stop at where a decoding loop is not its own.
+    """
     as_it_was = model.generate
     graphs = DecodingGraphs(model, compile=compile)
 
     @wraps(as_it_was)
     def generate(*args: Any, **kwargs: Any) -> Any:
-        is_from_graphs = kwargs.get("custom_generate") is not None
-        return (as_it_was if is_from_graphs else graphs.generate)(*args, **kwargs)
+        has_stops = getattr(kwargs.get("generation_config"), "stop_strings", None) is not None
+        if has_stops or kwargs.get("custom_generate") is not None:
+            return as_it_was(*args, **kwargs)
+        try:
+            return graphs.generate(*args, **kwargs)
+        except ValueError as error:
+            raise ValueError(f"{error}; or serve with --no-graphs") from error
 
     model.generate = generate

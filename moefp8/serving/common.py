@@ -15,6 +15,8 @@ from ..layers import FP8Linear, GroupedExperts
 from ..precompile import precompile
 from ..system.progress import Progress
 
+LINEARS, EXPERTS = "linears", "MoE layers"  # kinds of layers, as a log names them
+
 
 def why_not_on(device: torch.device) -> str | None:
     """Why a layer on that device stays with the engine; None on Hopper GPUs and CPUs."""

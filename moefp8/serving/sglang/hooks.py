@@ -11,9 +11,10 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+from ..common import EXPERTS, LINEARS
 from .experts import is_taken, register_runner, take_experts, why_not_experts
 from .linear import take_linear, why_not_linear
-from .model import EXPERTS, LINEARS, begin_to_compile, decide, report
+from .model import begin_to_compile, decide, report
 
 _FP8 = "sglang.srt.layers.quantization.fp8."
 

@@ -8,12 +8,10 @@ from weakref import WeakKeyDictionary
 from sglang.srt.runtime_context import get_model, get_parallel, get_schedule
 from torch import nn
 
-from ..common import CompileAhead, line
+from ..common import LINEARS, CompileAhead, line
 from .linear import is_batch_invariant
 
 logger = logging.getLogger(__name__)
-
-LINEARS, EXPERTS = "linears", "MoE layers"
 
 # Of each FP8 layer: what it is, in the plural, and why it stays with SGLang; None: it does not.
 _decisions: WeakKeyDictionary[nn.Module, tuple[str, str | None]] = WeakKeyDictionary()

@@ -1,15 +1,18 @@
 """Where vLLM asks for the method of an FP8 layer, and what it gets from us."""
 
+from importlib.metadata import version
 from typing import Any
 
+from vllm import envs
 from vllm.model_executor.kernels.linear import _POSSIBLE_FP8_BLOCK_KERNELS
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config, Fp8MoEMethod
 from vllm.platforms import current_platform
 
+from ..common import EXPERTS
 from .experts import MoEFP8ExpertsMethod
 from .linear import MoEFP8LinearKernel
-from .model import EXPERTS, ServedModel
+from .model import ServedModel
 
 
 class MoEFP8Config(Fp8Config):
@@ -29,8 +32,11 @@ class MoEFP8Config(Fp8Config):
 def register_layers() -> None:
     """Put our classes before vLLM's own; calling it twice changes nothing.
 
-    vLLM has no public way to add a kernel for linears with blocks of scales.
+    vLLM has no public way to add a kernel for linears with blocks of scales. It keeps compiled
+    graphs on disk by the values of its environment variables, and a graph has calls of our linears
+    or of its own: so it gets one variable more, our version.
     """
+    envs.environment_variables["MOEFP8_VLLM"] = lambda: version("moefp8")
     register_quantization_config("fp8")(MoEFP8Config)
     kernels = _POSSIBLE_FP8_BLOCK_KERNELS.setdefault(current_platform._enum, [])
     if MoEFP8LinearKernel not in kernels:

@@ -18,7 +18,8 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
 )
 
 from ...functional.experts import ExpertsInputs, experts
-from .model import EXPERTS, ServedModel, why_not_here
+from ..common import EXPERTS
+from .model import ServedModel, why_not_here
 
 
 class MoEFP8Experts(mk.FusedMoEExpertsModular):
@@ -98,6 +99,7 @@ class MoEFP8Experts(mk.FusedMoEExpertsModular):
                 down_proj_scale_inv=self.w2_scale,
                 swiglu_limit=self.quant_config.gemm1_clamp_limit,
                 masked=False,
+                num_global_experts=global_num_experts,
             )
         )
         output.copy_(y)
@@ -177,12 +179,11 @@ class MoEFP8ExpertsMethod(Fp8MoEMethod):
         travels = parallel.use_all2all_kernels or parallel.dp_size > 1
         if travels or layer.apply_router_weight_on_input:
             return super().apply(layer, x, topk_weights, topk_ids, *args, **kwargs)
-        expert_map, expert_offset, num_global_experts = layer.expert_map, 0, None
-        if expert_map is not None:
-            if self.expert_offset is not None and self.expert_offset[0] is expert_map:
-                expert_offset, num_global_experts = self.expert_offset[1], layer.global_num_experts
-            else:
-                topk_ids = local_ids(topk_ids, expert_map, len(layer.w13_weight))
+        expert_map, expert_offset = layer.expert_map, 0
+        if self.expert_offset is not None and self.expert_offset[0] is expert_map:
+            expert_offset = self.expert_offset[1]
+        elif expert_map is not None:
+            topk_ids = local_ids(topk_ids, expert_map, len(layer.w13_weight))
         y = experts(
             *ExpertsInputs(
                 hidden_states=x,
@@ -195,7 +196,7 @@ class MoEFP8ExpertsMethod(Fp8MoEMethod):
                 swiglu_limit=getattr(layer, "swiglu_limit", None),
                 masked=False,
                 expert_offset=expert_offset,
-                num_global_experts=num_global_experts,
+                num_global_experts=layer.global_num_experts,
             )
         )
         return y.to(x.dtype)

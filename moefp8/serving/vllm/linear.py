@@ -10,7 +10,8 @@ from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel impo
 from vllm.model_executor.utils import replace_parameter
 
 from ...functional.linear import fp8_linear
-from .model import LINEARS, ServedModel, why_not_here
+from ..common import LINEARS
+from .model import ServedModel, why_not_here
 
 
 class MoEFP8LinearKernel(Fp8BlockScaledMMLinearKernel):
@@ -33,7 +34,8 @@ class MoEFP8LinearKernel(Fp8BlockScaledMMLinearKernel):
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
-        reason = why_not_here()
+        if reason := why_not_here():
+            ServedModel.current().leave(LINEARS, reason)
         return reason is None, reason
 
     @classmethod

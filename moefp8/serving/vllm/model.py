@@ -2,7 +2,7 @@
 
 import time
 from typing import Any, ClassVar
-from weakref import WeakKeyDictionary
+from weakref import WeakSet
 
 import torch
 from vllm import envs
@@ -10,9 +10,7 @@ from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
-from ..common import CompileAhead, line, why_not_on
-
-LINEARS, EXPERTS = "linears", "MoE layers"
+from ..common import LINEARS, CompileAhead, line, why_not_on
 
 logger = init_logger("vllm.moefp8")  # vLLM shows what is below its own name
 
@@ -23,22 +21,25 @@ class ServedModel:
     Kernels are compiled by a thread while vLLM loads weights.
     """
 
-    _models: ClassVar["WeakKeyDictionary[Any, ServedModel]"] = WeakKeyDictionary()
+    _models: ClassVar[dict[int, tuple[Any, "ServedModel"]]] = {}
 
     def __init__(self, name: str, ahead: CompileAhead | None) -> None:
         """ahead: None where there is no GPU to compile for."""
         self.name, self.ahead = name, ahead
         self.decisions: list[tuple[str, str | None]] = []
-        self._waiting: set[Any] = set()  # what is made and not loaded
+        self._waiting: WeakSet[Any] = WeakSet()  # what is made and not loaded
 
     @classmethod
     def current(cls) -> "ServedModel":
-        """That of the model that vLLM makes now; models differ in their quantization config."""
+        """That of the model that vLLM makes now, by its quantization config.
+
+        A draft in FP8 beside a model that is not has none in vLLM's config.
+        """
         config = get_current_vllm_config()
-        served = cls._models.get(config.quant_config)
-        if served is None:
-            served = cls._models[config.quant_config] = cls._of(config)
-        return served
+        owner = config if config.quant_config is None else config.quant_config
+        if id(owner) not in cls._models:
+            cls._models[id(owner)] = owner, cls._of(config)  # the owner stays, and so does its id
+        return cls._models[id(owner)][1]
 
     @classmethod
     def _of(cls, config: VllmConfig) -> "ServedModel":
@@ -77,6 +78,7 @@ class ServedModel:
                 seconds = time.perf_counter() - started
                 text += f"; {num_kernels} kernels are compiled, it waited {seconds:.1f} s for them"
             logger.info_once(text)
+            self.decisions.clear()  # layers of a draft come later, and have a line of their own
 
 
 def why_not_here() -> str | None:

@@ -244,3 +244,21 @@ def test_linears_are_batch_invariant_if_vllm_is_to_be(config, device, monkeypatc
     assert torch.equal(theirs(x)[0], expected)
     for i in range(len(x)):
         assert torch.equal(theirs(x[i : i + 1])[0], expected[i : i + 1])
+
+
+def test_graphs_that_vllm_keeps_on_disk_are_of_the_plug_in_alone(config):
+    """A graph of vLLM's own linears would be found by the same key, and run on our weights."""
+    from vllm import envs
+
+    assert "MOEFP8_VLLM" in envs.compile_factors()
+
+
+def test_a_draft_in_fp8_beside_a_model_that_is_not(worker, config):
+    """vLLM's config then has no quantization config."""
+    from moefp8.serving.vllm.model import ServedModel
+
+    worker.quant_config = None
+    served = ServedModel.current()
+    assert ServedModel.current() is served
+    worker.quant_config = config
+    assert ServedModel.current() is not served
