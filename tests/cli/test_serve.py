@@ -15,7 +15,12 @@ import pytest
 import torch
 from small_checkpoint import write_small_checkpoint
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+)
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.utils.import_utils import is_serve_available
 
@@ -66,6 +71,19 @@ def test_what_the_server_loads_has_our_modules_and_graphs(checkpoint, monkeypatc
         else (pytest.raises(ValueError, match="tokenizer"))
     ):
         model.generate(ids, stop_strings=["x"], **options)
+
+
+def test_a_request_that_stops_at_a_string(checkpoint, monkeypatch):
+    """As the server generates for `stop`."""
+    monkeypatch.setitem(AUTO_QUANTIZER_MAPPING, "fp8", AUTO_QUANTIZER_MAPPING["fp8"])
+    load_fp8_checkpoints(graphs=True, compile=False, batch_invariant=False)
+    model, tokenizer = load(checkpoint), AutoTokenizer.from_pretrained(checkpoint)
+    ids, options = torch.arange(2, 9)[None], {"do_sample": False, "max_new_tokens": 8}
+    tokens = model.generate(ids, **options)[0, 7:]
+    word = next(x for x in tokens.tolist() if 2 <= x < len(tokenizer))
+    config = GenerationConfig(stop_strings=[tokenizer.decode(word)], pad_token_id=1, **options)
+    stopped = model.generate(ids, generation_config=config, tokenizer=tokenizer)[0, 7:].tolist()
+    assert stopped == tokens.tolist()[: tokens.tolist().index(word) + 1]
 
 
 def test_a_directory_that_cannot_be_served_is_named(tmp_path, capsys):
