@@ -1,7 +1,7 @@
-"""Quantize weights that lie anywhere into a stack of E4M3 weights: what comes of a trainer.
+"""Quantize weights at any addresses into a stack of E4M3 weights: what comes of a trainer.
 
 M matrices [N, K] become some of the S matrices of a stack; they come one by one or as stacks
-[n, N, K]. In the transpose, `parts` of them lie side by side: 2 for gate and up. Numerics are those
+[n, N, K]. In the transpose, `parts` of them are side by side: 2 for gate and up. Numerics are those
 of `numerics.py`.
 """
 
@@ -161,11 +161,11 @@ def _launch(
         scale_inv.data_ptr(),
         0 if transposed is None else transposed.data_ptr(),
     )
-    of_all = _addresses(matrices, len(places))
+    all_addresses = _addresses(matrices, len(places))
     num_launches = -(-len(places) // MAX_MATRICES)
     step = -(-len(places) // num_launches)  # launches of the same size share one that is prepared
     for first in range(0, len(places), step):
-        addresses = of_all[first : first + step]
+        addresses = all_addresses[first : first + step]
         words = words_of(places[first : first + step])
         vectorized = is_vectorized(k, addresses, data, transposed, parts)
         size = len(addresses)
@@ -181,7 +181,7 @@ def _launch(
 # Quantizes each of `matrices`, [N, K] or stacks [n, N, K], contiguous and of one dtype (bf16, fp16
 # or fp32), into the place of the stack that `places` tells for it. The stack is data e4m3 [S, N, K]
 # and scale_inv fp32 [S, ceil(N/128), ceil(K/128)], both contiguous, and its transpose e4m3
-# [S / parts, K, parts * width], N <= width <= N rounded up to 128, whose columns behind the N of a
+# [S / parts, K, parts * width], N <= width <= N rounded up to 128, whose columns after the N of a
 # part become zeros. Places differ.
 quantize_128x128_each_into = register(
     f"{_OP}(Tensor(a!) data, Tensor(b!) scale_inv, Tensor(c!)? transposed, int parts, "

@@ -1,6 +1,6 @@
-"""Launch `each.cu`, which quantizes matrices that lie anywhere into a stack, on a Hopper GPU.
+"""Launch `each.cu`, which quantizes matrices at any addresses into a stack, on a Hopper GPU.
 
-M matrices [N, K] of a stack of S, in whose transpose `parts` matrices lie side by side.
+M matrices [N, K] of a stack of S, in whose transpose `parts` matrices are side by side.
 """
 
 import ctypes

@@ -71,10 +71,11 @@ class CompileAhead:
     def linear(self, n: int, k: int, bias: torch.dtype | None) -> None:
         """Begin with a linear, weight [N, K]. bias: the dtype of its bias, or None."""
         has_bias, dtype = bias is not None, bias or torch.bfloat16
-        same = self.batch_invariant
-        self._begin(
-            (n, k, bias), lambda: FP8Linear(k, n, has_bias, "meta", dtype, batch_invariant=same)
-        )
+
+        def make() -> nn.Module:
+            return FP8Linear(k, n, has_bias, "meta", dtype, batch_invariant=self.batch_invariant)
+
+        self._begin((n, k, bias), make)
 
     def experts(
         self,

@@ -157,11 +157,11 @@ class Writer:
         num_parts = 1 if slot.index else place.home.parts
         halved = tensor.to(weight.device).unflatten(-2, (num_parts, -1))
         data, scale_inv = (x.flatten(-3, -2) for x in quantize_128x128(halved))
-        of_scales = inventory.slots[scale_of_weight(slot.name)]
-        scales = self.tensors[of_scales.owner].detach()
+        scale_slot = inventory.slots[scale_of_weight(slot.name)]
+        scales = self.tensors[scale_slot.owner].detach()
         for there, here in slot.pieces:
             _bytes(weight.detach()[here]).copy_(_bytes(data[there]))
-        for there, here in of_scales.pieces:
+        for there, here in scale_slot.pieces:
             scales[here] = scale_inv[there]
 
     def _note(self, place: Place, tensor: torch.Tensor) -> Iterable[str]:
@@ -203,10 +203,10 @@ class Writer:
     def _scale(self, part: str) -> None:
         """Multiply the codes that a part of a master weight holds, exactly, by their scales."""
         inventory = self.places.inventory
-        slot, of_scales = inventory.parts[part], inventory.scale_parts[part + SCALE_SUFFIX]
-        weight, scales = (self.tensors[x.owner].detach() for x in (slot, of_scales))
+        slot, scale_slot = inventory.parts[part], inventory.scale_parts[part + SCALE_SUFFIX]
+        weight, scales = (self.tensors[x.owner].detach() for x in (slot, scale_slot))
         rows, columns = slot.shape
-        each = scales[of_scales.index].repeat_interleave(BLOCK, dim=0)[:rows]
+        each = scales[scale_slot.index].repeat_interleave(BLOCK, dim=0)[:rows]
         each = each.repeat_interleave(BLOCK, dim=1)[:, :columns]
         for there, here in slot.pieces:
             weight[here] = weight[here].float() * each[there]

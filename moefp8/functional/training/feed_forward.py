@@ -50,12 +50,12 @@ def _allocate(inputs: TrainedFeedForwardInputs) -> tuple[torch.Tensor, torch.Ten
 def _forward(inputs: TrainedFeedForwardInputs) -> tuple[torch.Tensor, torch.Tensor]:
     weights = inputs.gate, inputs.up, inputs.down
     codes = [codes_of(weight, trusts=inputs.trusts) for weight in weights]
-    given = inputs.x, *(y for x in codes for y in (x.data, x.scale_inv))
+    tensors = inputs.x, *(y for x in codes for y in (x.data, x.scale_inv))
     options = inputs.swiglu_limit, inputs.batch_invariant
     if inputs.saves:
-        y, gate_up = feed_forward_saving(*given, *options)
+        y, gate_up = feed_forward_saving(*tensors, *options)
         return y, gate_up
-    return feed_forward(*given, *options), _allocate(inputs)[1]
+    return feed_forward(*tensors, *options), _allocate(inputs)[1]
 
 
 trained_feed_forward = register_inputs(
@@ -108,19 +108,19 @@ class _TrainedFeedForward(torch.autograd.Function):
         gated, ungated = gate_up.unbind(1)
         activated = swiglu(gated, ungated, ctx.limit) if needs_down else gated
         needs = needs_x or needs_gate or needs_up, needs_down
-        of_columns = _for_weight(activated, wgrad, needs_down)
-        of_activated, of_down = gradients(grad, down, of_columns, needs, batch_invariant)
-        if of_activated is None:
-            return None, None, None, None, None, None, None, of_down
-        of_gated, of_ungated, _ = swiglu_grad(of_activated.float(), gated, ungated, ctx.limit)
-        of_columns = _for_weight(x, wgrad, needs_gate or needs_up)
-        needs, of_gated = (needs_x, needs_gate), of_gated.bfloat16()
-        dx, of_gate = gradients(of_gated, gate, of_columns, needs, batch_invariant)
-        needs, of_ungated = (needs_x, needs_up), of_ungated.bfloat16()
-        dx_of_up, of_up = gradients(of_ungated, up, of_columns, needs, batch_invariant)
-        if dx is not None and dx_of_up is not None:
-            dx = dx.to(x.dtype) + dx_of_up.to(x.dtype)
-        return None, None, None, None, dx, of_gate, of_up, of_down
+        operands = _for_weight(activated, wgrad, needs_down)
+        grad_activated, grad_down = gradients(grad, down, operands, needs, batch_invariant)
+        if grad_activated is None:
+            return None, None, None, None, None, None, None, grad_down
+        grad_gated, grad_ungated, _ = swiglu_grad(grad_activated.float(), gated, ungated, ctx.limit)
+        operands = _for_weight(x, wgrad, needs_gate or needs_up)
+        needs, grad_gated = (needs_x, needs_gate), grad_gated.bfloat16()
+        dx, grad_gate = gradients(grad_gated, gate, operands, needs, batch_invariant)
+        needs, grad_ungated = (needs_x, needs_up), grad_ungated.bfloat16()
+        dx_up, grad_up = gradients(grad_ungated, up, operands, needs, batch_invariant)
+        if dx is not None and dx_up is not None:
+            dx = dx.to(x.dtype) + dx_up.to(x.dtype)
+        return None, None, None, None, dx, grad_gate, grad_up, grad_down
 
 
 def shared_experts(

@@ -64,8 +64,8 @@ class MoEFP8LinearKernel(Fp8BlockScaledMMLinearKernel):
         self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None, **kwargs: Any
     ) -> torch.Tensor:
         """x: [..., K] bf16 or fp16 -> [..., N] in the model's dtype. bias: [N] or None."""
-        rows, same = x.reshape(-1, x.shape[-1]), self.batch_invariant
-        y = fp8_linear(rows, layer.weight, _scale_inv(layer), bias, same)
+        rows = x.reshape(-1, x.shape[-1])
+        y = fp8_linear(rows, layer.weight, _scale_inv(layer), bias, self.batch_invariant)
         return y.view(*x.shape[:-1], y.shape[1]).to(self.config.out_dtype)
 
     def apply_block_scaled_mm(self, *args: Any, **kwargs: Any) -> torch.Tensor:
