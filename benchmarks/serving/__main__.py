@@ -34,6 +34,8 @@ _ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "HF_HUB_OFFLINE": "1",
 }
+# Where engines keep kernels and graphs: each has its own, so that its first start compiles all.
+_CACHES = "VLLM_CACHE_ROOT", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "MOEFP8_CACHE_DIR"
 
 
 def rows_of(name: str, options: argparse.Namespace) -> Iterator[Row]:
@@ -42,6 +44,7 @@ def rows_of(name: str, options: argparse.Namespace) -> Iterator[Row]:
     config = model.make_config(options.layers, options.tiny)
     work = Path(tempfile.mkdtemp(prefix=f"moefp8-{name}-", dir=options.dir))
     checkpoint = work / "checkpoint"
+    caches = (options.dir or work) / f"caches-{name}"
     row: Row = {"model": name, "title": model.title_of(config), "engines": {}}
     try:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -64,9 +67,11 @@ def rows_of(name: str, options: argparse.Namespace) -> Iterator[Row]:
                     shares=run == 0,
                 )
                 found = row["engines"].setdefault(engine, {"runs": []})
-                results, refused = run_engine(settings)
+                cache = caches / engine
+                is_cold = not cache.exists()
+                results, refused = run_engine(settings, cache)
                 if results:
-                    found["runs"].append(results)
+                    found["runs"].append({"cold": is_cold, **results})
                 if refused:
                     found["refused"] = refused
                 print(row["title"], TITLES[engine], f"run {run}:", refused or results, flush=True)
@@ -75,10 +80,11 @@ def rows_of(name: str, options: argparse.Namespace) -> Iterator[Row]:
         shutil.rmtree(work)
 
 
-def run_engine(settings: Settings) -> tuple[dict[str, Any], str]:
-    """(what it measured, how it ended if not well)."""
+def run_engine(settings: Settings, cache: Path) -> tuple[dict[str, Any], str]:
+    """(what it measured, how it ended if not well). cache: where it keeps what it compiles."""
     command = [sys.executable, "-m", "benchmarks.serving.engine", json.dumps(asdict(settings))]
-    environment = {**os.environ, **_ENVIRONMENT, **ENGINES[settings.engine][0]}
+    kept = {name: str(cache / name.lower()) for name in _CACHES}
+    environment = {**os.environ, **_ENVIRONMENT, **kept, **ENGINES[settings.engine][0]}
     refused = ""
     try:
         ran = subprocess.run(
@@ -94,6 +100,7 @@ def run_engine(settings: Settings) -> tuple[dict[str, Any], str]:
         if ran.returncode:
             errors = [x for x in ran.stdout.splitlines() if "Error" in x] or [""]
             refused = f"it ended with {ran.returncode}: {errors[-1].strip()[:200]}"
+            print(*ran.stdout.splitlines()[-40:], sep="\n")
     except subprocess.TimeoutExpired:
         refused = f"not done in {PATIENCE_S} s"
     file = Path(settings.result)
@@ -109,7 +116,7 @@ def main() -> None:
     add("--rounds", type=int, default=5, help="of each phase, after the first")
     add("--layers", type=int, help="so many at most")
     add("--tiny", action="store_true", help="tiny models, which need no GPU; times mean nothing")
-    add("--dir", type=Path, help="where checkpoints are written (31 GB)")
+    add("--dir", type=Path, help="where checkpoints are written (31 GB), and where kernels are kept")
     add("--out", "--json", type=Path, help=f"for the results; if all: {RESULTS}")
     options = parser.parse_args()
     if not options.tiny:
