@@ -116,7 +116,9 @@ def main() -> None:
     add("--rounds", type=int, default=5, help="of each phase, after the first")
     add("--layers", type=int, help="so many at most")
     add("--tiny", action="store_true", help="tiny models, which need no GPU; times mean nothing")
-    add("--dir", type=Path, help="where checkpoints are written (31 GB), and where kernels are kept")
+    add(
+        "--dir", type=Path, help="where checkpoints are written (31 GB), and where kernels are kept"
+    )
     add("--out", "--json", type=Path, help=f"for the results; if all: {RESULTS}")
     options = parser.parse_args()
     if not options.tiny:

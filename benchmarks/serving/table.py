@@ -49,7 +49,13 @@ def tables(results: dict[str, Any]) -> str:
         "kind after a start. The last column: which part of the GPU's time experts take with "
         f"moefp8. Medians of {results['runs']} runs, engines in turns.",
         table(
-            ["model", "layers by", "s to the first token, nothing compiled", "compiled", "GiB in use"],
+            [
+                "model",
+                "layers by",
+                "s to the first token, nothing compiled",
+                "compiled",
+                "GiB in use",
+            ],
             [_start(row, name) for row in rows for name in names if _runs(row, name)],
         ),
         "\n".join(refused),
@@ -81,7 +87,9 @@ def _speeds(row: Row, phase: str, others: list[str]) -> list[str]:
 def _start(row: Row, engine: str) -> list[str]:
     """A line of the table of starts."""
     runs = _runs(row, engine)
-    starts = ([run["first_token_s"] for run in runs if run["cold"] is cold] for cold in (True, False))
+    starts = (
+        [run["first_token_s"] for run in runs if run["cold"] is cold] for cold in (True, False)
+    )
     used = [run["gpu_gib"] for run in runs if "gpu_gib" in run]
     cells = (number(statistics.median(x) if x else None, 1) for x in (*starts, used))
     return [row["title"], TITLES[engine], *cells]
