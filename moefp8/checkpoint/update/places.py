@@ -4,7 +4,6 @@ What is kept holds no tensor and no module of the model, so that what is replace
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cached_property
 from typing import Any
@@ -24,69 +23,10 @@ from ..model.fit import dtype_problem, expert_problem, shape_problem, widens
 from ..model.record import recall
 from ..model.skeleton import renaming, skeleton_around
 from ..model.slots import Inventory, ModelTensor, Role, Slot, persistent_tensors
+from .bucket import Buckets
+from .place import Arrival, Home, Place
 
 _ATTRIBUTE = "_moefp8_places"
-
-
-@dataclass(frozen=True)
-class Arrival:
-    """What is known of a tensor that comes, before it is looked at."""
-
-    key: str
-    dtype: str
-    shape: tuple[int, ...]
-
-    @classmethod
-    def of(cls, name: str, tensor: torch.Tensor) -> "Arrival":
-        dtype = DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype))
-        return cls(name, dtype, tuple(tensor.shape))
-
-    def __str__(self) -> str:
-        return self.key
-
-
-@dataclass(eq=False)
-class Home:
-    """One tensor of a model, under the first of its names.
-
-    module, name: where it is. num_matrices: S of a stack [S, N, K] whose matrices are cut into
-    blocks one by one, and of the stack of their scales; 0 of other tensors. parts: how many of
-    them side by side are one expert's: 2 for gate and up. quantizes: whether weights in 16 or 32
-    bits become its codes. needed: the parts that come before it is complete.
-    """
-
-    module: str
-    name: str
-    owner: ModelTensor
-    role: Role
-    num_matrices: int = 0
-    parts: int = 1
-    quantizes: bool = False
-    needed: list[str] = field(default_factory=list)
-
-
-@dataclass(eq=False, slots=True)
-class Place:
-    """What a name leads to.
-
-    home: the tensor; weight: that of the weight that it scales, else the same. first, count: which
-    matrices of the stack; a count of 0: it is not some of a stack. stored: what is kept here along
-    the first axis of what comes. dtypes: those that may come. is_weight, is_scale: whether it is an
-    FP8 weight, or scales one. is_here: whether it is on this rank.
-    """
-
-    slot: Slot
-    home: Home
-    weight: Home
-    shape: tuple[int, ...]
-    parts: tuple[str, ...]
-    dtypes: frozenset[torch.dtype]
-    is_weight: bool
-    is_scale: bool
-    is_here: bool
-    first: int = 0
-    count: int = 0
-    stored: slice | None = None
 
 
 class Places:
@@ -98,6 +38,7 @@ class Places:
     def __init__(self, model: nn.Module) -> None:
         self.inventory = inventory = Inventory(model)
         self.by_name: dict[str, Place | None] = {}
+        self.buckets = Buckets()
         self.homes: dict[ModelTensor, Home] = {}
         if inventory.problems:
             return
@@ -111,7 +52,7 @@ class Places:
                 self.homes[slot.owner] = _home_of(slot)
         for part, slot in inventory.parts.items():
             if slot.role is not Role.SCALE and slot.pieces:
-                self.homes[slot.owner].needed.append(part)
+                self.homes[slot.owner].needed[part] = None
         for owner in inventory.tensors.values():
             owner.tensor = torch.empty_like(owner.tensor, device="meta")
             owner.places.clear()

@@ -11,12 +11,14 @@ from ...kernels import E4M3
 from ..files.config import says_separate
 from ..files.names import SCALE_SUFFIX, renamed
 from ..model.slots import not_dense
-from .places import Arrival, Home, Place, Places, config_of, listed
+from .bucket import Bucket, Came
+from .place import PLAIN, Arrival, Home, Place
+from .places import Places, config_of, listed
 from .write import Writer
 
+_Names = tuple[str, ...]
+_Tensors = tuple[torch.Tensor, ...]
 NamedTensors = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
-_Came = tuple[str, Place, bool]  # what has filled a part: its name, its place, whether it is FP8
-_PLAIN = {torch.Tensor, nn.Parameter}
 _NUM_NAMED = 5
 _RULE = "update.add: takes a mapping of names to tensors, or pairs (name, tensor)"
 
@@ -86,8 +88,8 @@ class Update:
         self._model, self._rename = model, rename
         self._places = Places.of(model)
         self._writer: Writer | None = Writer(model, self._places)
-        self._came: dict[str, _Came] = {}  # by part
-        self._has_scales = False  # whether some came
+        self._came: dict[str, Came] = {}  # by part
+        self._has_scales = self._has_codes = False  # whether some came
         self._begun: dict[Home, None] = {}
         meta = [x.owner.names[0] for x in self._places.homes.values() if self._is_meta(x)]
         if meta:
@@ -104,43 +106,40 @@ class Update:
             raise RuntimeError(
                 "update.add: a CUDA graph is being captured; weights are written between replays"
             )
-        arrived, came, problems = self._match(_listed_pairs(named_tensors))
-        if problems:
-            raise ValueError(
-                f"update.add: {len(problems)} of the tensors do not fit the model; none of this "
-                f"call was written:\n{listed(problems)}"
-            )
-        self._came |= came
-        self._begun |= dict.fromkeys(place.weight for place, _ in arrived)
-        self._has_scales = self._has_scales or any(place.is_scale for place, _ in arrived)
-        self._writer.write(arrived)
+        names, tensors = _named(named_tensors)
+        inner = names
+        if self._rename is not None:
+            inner = tuple([renamed(name, self._rename) for name in names])
+        bucket = self._known(names, inner, tensors) or self._match(names, inner, tensors)
+        self._came |= bucket.came
+        self._begun |= bucket.begun
+        self._has_scales |= bucket.has_scales
+        self._has_codes |= bucket.has_codes
+        self._writer.write(bucket, tensors)
 
-    def _match(
-        self, pairs: list[tuple[str, torch.Tensor]]
-    ) -> tuple[list[tuple[Place, torch.Tensor]], dict[str, _Came], list[str]]:
-        """Return what is to be written, what came by part, and a sentence for each misfit.
+    def _known(self, names: _Names, inner: _Names, tensors: _Tensors) -> Bucket | None:
+        """The bucket that came with these names before, in another block, if nothing differs."""
+        found = None if self._has_scales else self._places.buckets.find(names, inner, tensors)
+        return found if found is not None and self._came.keys().isdisjoint(found.came) else None
 
-        A trainer may send 20,000 tensors: one that fits takes a microsecond.
+    def _match(self, names: _Names, inner: _Names, tensors: _Tensors) -> Bucket:
+        """Find the place of each tensor. Raises ValueError with a sentence for each misfit.
+
+        inner: the names in the model.
         """
-        arrived: list[tuple[Place, torch.Tensor]] = []
-        came: dict[str, _Came] = {}
+        arrived: list[tuple[Place, int]] = []
+        came: dict[str, Came] = {}
         problems: list[str] = []
         scales: list[tuple[str, Place]] = []
-        known = self._places.by_name if self._rename is None else {}
-        before, has_twins = self._came, False
-        for name, tensor in pairs:
-            place = known.get(name)
-            if (
-                place is None
-                or type(tensor) not in _PLAIN
-                or tensor.shape != place.shape
-                or tensor.dtype not in place.dtypes
-                or tensor.is_meta
-                or tensor.layout is not torch.strided
-            ):
-                place = self._judge(name, tensor, problems)
-                if place is None:
-                    continue
+        before, has_twins, has_strangers = self._came, False, False
+        known = self._places.by_name
+        for number, (name, tensor) in enumerate(zip(names, tensors, strict=True)):
+            place = known.get(inner[number])
+            if place is None or not place.takes(tensor):
+                place = self._judge(name, inner[number], tensor, problems)
+            if place is None:
+                has_strangers = True
+                continue
             entry = name, place, tensor.dtype is E4M3
             for part in place.parts:
                 if part in came or part in before:
@@ -157,17 +156,25 @@ class Update:
                 if place.is_scale:
                     scales.append((name, place))
                 if place.is_here:
-                    arrived.append((place, tensor))
+                    arrived.append((place, number))
         problems += self._check_scales(came, scales)
+        if problems:
+            raise ValueError(
+                f"update.add: {len(problems)} of the tensors do not fit the model; none of this "
+                f"call was written:\n{listed(problems)}"
+            )
         if has_twins:  # of those that fill the same, the last one is written
-            arrived = list({(x.home, x.parts): (x, tensor) for x, tensor in arrived}.values())
-        return arrived, came, problems
+            arrived = list({(x.home, x.parts): (x, number) for x, number in arrived}.values())
+        bucket = Bucket(tensors, came, arrived)
+        if not (has_twins or has_strangers or scales):
+            self._places.buckets.keep(names, inner, bucket)
+        return bucket
 
-    def _judge(self, name: str, tensor: torch.Tensor, problems: list[str]) -> Place | None:
+    def _judge(
+        self, name: str, inner: str, tensor: torch.Tensor, problems: list[str]
+    ) -> Place | None:
         """Find the place of a tensor; None for what is passed over, and what is a problem."""
-        if type(name) is not str or not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{_RULE}, got ({type(name).__name__}, {type(tensor).__name__})")
-        inner, arrival = renamed(name, self._rename), Arrival.of(name, tensor)
+        arrival = Arrival.of(name, tensor)
         try:
             place = self._places.find(inner, self._model)
         except KeyError:
@@ -181,7 +188,7 @@ class Update:
         return place
 
     def _check_scales(
-        self, came: dict[str, _Came], scales: list[tuple[str, Place]]
+        self, came: dict[str, Came], scales: list[tuple[str, Place]]
     ) -> Iterator[str]:
         """Yield a sentence for codes and scales of what is not FP8, and for an unknown cut."""
         inventory = self._places.inventory
@@ -227,6 +234,8 @@ class Update:
 
     def _missing(self) -> Iterator[str]:
         for home in self._begun:
+            if not self._has_codes and home.needed.keys() <= self._came.keys():
+                continue
             for part in home.needed:
                 weight = self._came.get(part)
                 if weight is None:
@@ -235,23 +244,34 @@ class Update:
                     yield part + SCALE_SUFFIX
 
 
-def _listed_pairs(named_tensors: NamedTensors) -> list[tuple[str, torch.Tensor]]:
-    """List names and tensors. Raises TypeError for anything else."""
+def _named(named_tensors: NamedTensors) -> tuple[_Names, _Tensors]:
+    """Names, and the tensors that have them. Raises TypeError for anything else."""
     if isinstance(named_tensors, str | torch.Tensor) or not isinstance(named_tensors, Iterable):
         raise TypeError(f"{_RULE}, got {type(named_tensors).__name__}")
-    items = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
-    pairs = list(items)
-    if set(map(type, pairs)) - {tuple, list} or set(map(len, pairs)) - {2}:
-        kinds = ", ".join(sorted({type(pair).__name__ for pair in pairs}))
+    if isinstance(named_tensors, Mapping):
+        names, tensors = tuple(named_tensors), tuple(named_tensors.values())
+    else:
+        pairs = list(named_tensors)
+        if set(map(type, pairs)) - {tuple, list} or set(map(len, pairs)) - {2}:
+            kinds = ", ".join(sorted({type(pair).__name__ for pair in pairs}))
+            raise TypeError(f"{_RULE}, got {kinds}")
+        names, tensors = zip(*pairs, strict=True) if pairs else ((), ())
+    are_tensors = all(issubclass(kind, torch.Tensor) for kind in set(map(type, tensors)))
+    if not (are_tensors and set(map(type, names)) <= {str}):
+        kinds = next(
+            f"({type(name).__name__}, {type(x).__name__})"
+            for name, x in zip(names, tensors, strict=True)
+            if type(name) is not str or not isinstance(x, torch.Tensor)
+        )
         raise TypeError(f"{_RULE}, got {kinds}")
-    return pairs
+    return names, tensors
 
 
 def _not_readable(tensor: torch.Tensor) -> str | None:
     """Say why the values of a tensor cannot be copied."""
     if tensor.is_meta:
         return "it is on the meta device, and has no values"
-    if type(tensor) not in _PLAIN and is_traceable_wrapper_subclass(tensor):
+    if type(tensor) not in PLAIN and is_traceable_wrapper_subclass(tensor):
         kind = type(tensor).__name__
         return f"a {kind} has no values of its own; send a whole tensor, as full_tensor() gives it"
     return None if tensor.layout is torch.strided else not_dense(tensor)

@@ -1,6 +1,6 @@
 """Write what came for a model into its tensors, on the current streams of their devices."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -11,18 +11,19 @@ from ...functional.training.weights import requantize
 from ...functional.transposed import kept_transposed, refresh_transposed
 from ...kernels import BLOCK, E4M3
 from ...quant import quantize_128x128
-from ...quant.each import quantize_128x128_each_into
+from ...quant.each import are_ready, quantize_each
 from ..files.names import SCALE_SUFFIX, scale_of_weight
 from ..model.slots import ModelTensor, Role
-from .places import Home, Place, Places, tensors_of
+from .bucket import Bucket
+from .place import Home, Place
+from .places import Places, tensors_of
 
 FOLLOWERS: list[Callable[[nn.Module], Iterable[torch.Tensor]]] = []
 """What else is made of a model's weights: each makes it again where these have changed, in the same
 memory, and yields its tensors."""
 
-_DEVICE, _DTYPE = attrgetter("device"), attrgetter("dtype")
-_IS_CONTIGUOUS = torch.Tensor.is_contiguous
-_AT_ONCE = 256  # matrices of one launch; so many that come from elsewhere take memory at once
+_DTYPE = attrgetter("dtype")
+_AT_ONCE = 256  # matrices of one launch; so many that are copied first take memory at once
 
 
 class _Stack:
@@ -38,37 +39,27 @@ class _Stack:
         transposed = kept_transposed(weight, home.parts)
         is_matrix = transposed is not None and transposed.ndim == 2
         self.transposed = transposed[None] if transposed is not None and is_matrix else transposed
-        self.matrices: list[torch.Tensor] = []  # [N, K], to be quantized
-        self.places: list[int] = []
 
-    def quantize(self, place: Place, tensor: torch.Tensor) -> None:
+    def quantize(self, matrices: list[torch.Tensor], places: list[int]) -> None:
+        """Quantize matrices [N, K] into their places."""
+        stack, device = (self.data, self.scale_inv, self.transposed, self.parts), self.data.device
+        if are_ready(self.data, matrices):
+            quantize_each(*stack, matrices, places)
+            return
+        for dtype in set(map(_DTYPE, matrices)):
+            chosen = [i for i, x in enumerate(matrices) if x.dtype is dtype]
+            for first in range(0, len(chosen), _AT_ONCE):
+                some = chosen[first : first + _AT_ONCE]
+                held = [matrices[i].to(device).contiguous().resolve_neg() for i in some]
+                quantize_each(*stack, held, [places[i] for i in some])
+
+    def quantize_stack(self, place: Place, tensor: torch.Tensor) -> None:
         """Quantize a tensor [E, rows, K] into its place."""
         held = tensor if place.stored is None else tensor[place.stored]
-        held = held.to(self.data.device).reshape(place.count, *self.data.shape[1:])
-        places = list(range(place.first, place.first + place.count))
+        held = held.to(self.data.device).reshape(place.count, *self.data.shape[1:]).contiguous()
         stack = self.data, self.scale_inv, self.transposed, self.parts
-        quantize_128x128_each_into(*stack, [held.contiguous()], places)
-
-    def flush(self) -> None:
-        """Quantize what was added, each dtype by itself."""
-        matrices, places = self.matrices, self.places
-        self.matrices, self.places = [], []
-        dtypes = set(map(_DTYPE, matrices))
-        if len(dtypes) == 1:
-            self._quantize(matrices, places)
-            return
-        for dtype in dtypes:  # no matrix at all has none
-            chosen = [i for i, x in enumerate(matrices) if x.dtype is dtype]
-            self._quantize([matrices[i] for i in chosen], [places[i] for i in chosen])
-
-    def _quantize(self, matrices: list[torch.Tensor], places: list[int]) -> None:
-        """Quantize matrices of one dtype: few at once, of which there may be copies here."""
-        stack, device = (self.data, self.scale_inv, self.transposed, self.parts), self.data.device
-        for first in range(0, len(places), _AT_ONCE):
-            some, where = matrices[first : first + _AT_ONCE], places[first : first + _AT_ONCE]
-            if set(map(_DEVICE, some)) != {device} or not all(map(_IS_CONTIGUOUS, some)):
-                some = [x.to(device).contiguous() for x in some]
-            quantize_128x128_each_into(*stack, some, where)
+        places = range(place.first, place.first + place.count)
+        quantize_each(*stack, [held.resolve_neg()], places)
 
 
 class Writer:
@@ -87,23 +78,17 @@ class Writer:
         self._scales: set[str] = set()
 
     @torch.inference_mode()  # else tensors that were made in this mode could not be written to
-    def write(self, arrived: Iterable[tuple[Place, torch.Tensor]]) -> None:
-        """Write tensors that fit their places."""
+    def write(self, bucket: Bucket, tensors: Sequence[torch.Tensor]) -> None:
+        """Write the tensors of a bucket."""
         copies: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        stacks: dict[Home, _Stack] = {}
         halves: list[str] = []
         written: set[ModelTensor] = set()
-        for place, tensor in arrived:
-            home = place.home
+        for home, (numbers, places) in bucket.stacks.items():
+            self._stack_of(home).quantize([tensors[i] for i in numbers], places)
+        for place, number in bucket.rest:
+            home, tensor = place.home, tensors[number]
             if place.count and place.is_weight and tensor.dtype is not E4M3:
-                stack = stacks.get(home)
-                if stack is None:
-                    stack = stacks[home] = self._stack_of(home)
-                if tensor.ndim == 2:
-                    stack.matrices.append(tensor)
-                    stack.places.append(place.first)
-                else:
-                    stack.quantize(place, tensor)
+                self._stack_of(home).quantize_stack(place, tensor)
                 continue
             written.add(home.owner)
             if place.is_weight:
@@ -122,8 +107,6 @@ class Writer:
         # In this mode, a view of another dtype counts no version of what it is a view of.
         changed = [self.tensors[owner] for owner in written]
         torch.autograd.graph.increment_version([x for x in changed if not x.is_inference()])
-        for stack in stacks.values():
-            stack.flush()
         for targets, sources in copies.values():
             torch._foreach_copy_(targets, sources)
         for part in dict.fromkeys(halves):

@@ -5,6 +5,7 @@ writes into it. `kernels/common/prepared.py` keeps them so.
 """
 
 import ctypes
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from ctypes import Structure, c_char, c_int, c_uint, c_void_p, string_at
 from functools import lru_cache
@@ -53,6 +54,8 @@ def _attributes(cluster: int, programmatic: bool) -> ctypes.Array[Attribute]:
 
 
 _Place = tuple[int, int, int]  # a word or the address of a map; a `Source`
+_Run = tuple[int, int, int]  # the first word; which is the first address; how many there are
+_LONG = 16  # addresses that are worth a copy of their own
 
 
 class Source(NamedTuple):
@@ -83,6 +86,19 @@ def pointers(
         for name, source in sources.items()
         if source is not None
     ]
+
+
+def _split_runs(places: list[_Place]) -> tuple[list[_Place], list[_Run]]:
+    """Places one by one, and runs of many whose words and addresses both lie side by side."""
+    runs: list[list[_Place]] = []
+    for place in places:
+        word, which, plus = place
+        if runs and runs[-1][-1] == (word - 1, which - 1, 0) and plus == 0:
+            runs[-1].append(place)
+        else:
+            runs.append([place])
+    single = [place for run in runs if len(run) < _LONG for place in run]
+    return single, [(*run[0][:2], len(run)) for run in runs if len(run) >= _LONG]
 
 
 class Launch:
@@ -136,6 +152,7 @@ class Launch:
             else:
                 self._places.append((start // _WORD, which, plus))
         held = {which for _, which, _ in self._places + self._opaque_maps}
+        self._places, self._runs = _split_runs(self._places)
         # Picks those of a call's addresses that the arguments hold.
         self.pick: Callable[[tuple[int, ...]], Any] = itemgetter(*held) if held else len
 
@@ -184,6 +201,8 @@ class Launch:
         words = self._words
         for word, which, plus in self._places:
             words[word] = addresses[which] + plus
+        for word, which, count in self._runs:
+            words[word : word + count] = array("Q", addresses[which : which + count])
         for at, which, plus in self._opaque_maps:
             self._replace_address(at, addresses[which] + plus)
         self._addresses = addresses

@@ -119,10 +119,35 @@ def test_a_part_comes_once():
     assert f"{w1}: {GATE} came for {GATE}" in refused({GATE: weight(I, H)}, {w1: weight(I, H)})
 
 
+@pytest.mark.parametrize(
+    ("changed", "error", "rule"),
+    [
+        (weight(H, I), ValueError, "shape must be"),
+        (weight(I, H).to(torch.int32), ValueError, "dtype must be BF16, F16, F32 or F8_E4M3"),
+        (weight(I, H).to("meta"), ValueError, "it is on the meta device, and has no values"),
+        (weight(I, H).to_sparse(), ValueError, "torch.sparse_coo"),
+        (None, TypeError, "NoneType"),
+    ],
+)
+def test_names_that_came_before_are_checked_again(changed, error, rule):
+    model = spoiled_tiny()
+    update(model, tensors := trainer_tensors())
+    assert rule in refused(tensors | {GATE: changed}, model=model, error=error)
+
+
+def test_a_part_comes_once_also_under_names_that_came_before():
+    model = spoiled_tiny()
+    update(model, tensors := trainer_tensors())
+    assert "in this block already" in refused(tensors, tensors, model=model)
+    assert "in this block already" in refused({NORM: weight(H)}, tensors, model=model)
+
+
 def test_scales_of_weights_in_16_bits_are_refused_in_any_order():
     scale = {f"{KV}_scale_inv": weight(5, 2, dtype=torch.float32)}
     assert "which did not come in FP8" in refused({KV: weight(576, H)}, scale)
     assert f"its scale {KV}_scale_inv came before" in refused(scale, {KV: weight(576, H)})
+    update(model := spoiled_tiny(), {KV: weight(576, H)})
+    assert "came before" in refused(scale, {KV: weight(576, H)}, model=model)
 
 
 @pytest.mark.parametrize(

@@ -156,6 +156,21 @@ def test_a_tied_fp8_weight_may_come_under_both_names():
     assert bytes_of(model["other"].weight_scale_inv) == bytes_of(wanted.weight_scale_inv)
 
 
+@pytest.mark.parametrize("rename", [None, lambda name: name.removeprefix("actor/")])
+@pytest.mark.parametrize("form", [dict, stacked])
+def test_the_same_names_bring_other_values_and_dtypes(tmp_path, form, rename):
+    tensors, model = trainer_tensors(), spoiled_tiny()
+    prefix = "actor/" if rename else ""
+    for dtype in (torch.bfloat16, torch.bfloat16, torch.float16, torch.float32):
+        tensors = {key: (x.float() / 2).to(dtype) for key, x in tensors.items()}
+        named = {prefix + key: x for key, x in form(tensors).items()}
+        update(model, *buckets(named, 2), rename=rename)
+        assert_same_model(model, quantized(tmp_path, tensors))
+    codes = deepseek_tensors(1)
+    update(model, {prefix + key: x for key, x in codes.items()}, rename=rename)
+    assert_same_model(model, loaded(tmp_path, codes, Tiny(1)))
+
+
 def test_names_of_a_trainer():
     model = spoiled_tiny()
     weight = torch.randn(H, dtype=torch.bfloat16)
