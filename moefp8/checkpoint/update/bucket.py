@@ -1,7 +1,7 @@
 """What comes in one call, and what its names alone tell of it."""
 
 from collections.abc import Iterable, Sequence
-from operator import attrgetter
+from operator import attrgetter, eq
 
 import torch
 
@@ -54,7 +54,7 @@ class Bucket:
             and set(map(_LAYOUT, tensors)) <= {torch.strided}
             and not any(device.type == "meta" for device in set(map(_DEVICE, tensors)))
             and list(map(_DTYPE, tensors)) == self.dtypes
-            and list(map(_SHAPE, tensors)) == self.shapes
+            and all(map(eq, map(_SHAPE, tensors), self.shapes))
         )
 
 

@@ -3,7 +3,6 @@
 What is kept holds no tensor and no module of the model, so that what is replaced there is freed.
 """
 
-from collections.abc import Iterator
 from difflib import get_close_matches
 from functools import cached_property
 from typing import Any
@@ -42,7 +41,7 @@ class Places:
         self.homes: dict[ModelTensor, Home] = {}
         if inventory.problems:
             return
-        self.layout = _layout_of(model)
+        self.layout, _ = _contents_of(model)
         skeleton = skeleton_around(model)
         self._rename: Rename | None = None
         if skeleton is not None:
@@ -59,16 +58,20 @@ class Places:
         inventory.tensors.clear()
 
     @classmethod
-    def of(cls, model: nn.Module) -> "Places":
-        """Those of a model; found again only if its layout has changed. Raises ValueError."""
-        known: Places | None = vars(model).get(_ATTRIBUTE)
-        if known is not None and known.layout == _layout_of(model):
-            return known
-        made = cls(model)
-        if problems := made.inventory.problems:
-            raise ValueError(f"updating: the model cannot be written to:\n{listed(problems)}")
-        setattr(model, _ATTRIBUTE, made)
-        return made
+    def of(cls, model: nn.Module) -> tuple["Places", dict[ModelTensor, torch.Tensor]]:
+        """Those of a model, and the tensors that it has now.
+
+        Places are found again only if the model's layout has changed. Raises ValueError.
+        """
+        layout, tensors = _contents_of(model)
+        places: Places | None = vars(model).get(_ATTRIBUTE)
+        if places is None or places.layout != layout:
+            places = cls(model)
+            if problems := places.inventory.problems:
+                raise ValueError(f"updating: the model cannot be written to:\n{listed(problems)}")
+            setattr(model, _ATTRIBUTE, places)
+        homes = [home for home in places.homes.values() if home.name]
+        return places, {home.owner: tensors[home.module, home.name] for home in homes}
 
     def __reduce__(self) -> Any:
         """A copy of the model finds its own."""
@@ -149,16 +152,21 @@ def listed(problems: list[str]) -> str:
     return "\n".join(lines + [f"  ... and {len(problems) - 10} more"] * (len(problems) > 10))
 
 
-def _layout_of(model: nn.Module) -> list[Any]:
-    """All that places follow from: names, kinds, layouts, what is tied and what is cut."""
+def _contents_of(model: nn.Module) -> tuple[list[Any], dict[tuple[str, str], torch.Tensor]]:
+    """(layout, tensors by module and name).
+
+    layout: all that places follow from: names, kinds, layouts, what is tied and what is cut.
+    """
     seen: dict[int, int] = {}
     layout: list[Any] = []
+    tensors: dict[tuple[str, str], torch.Tensor] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         layout.append((prefix, type(module), parts_of(module) or None))
         for name, x in persistent_tensors(module).items():
             which = seen.setdefault(id(x), len(seen))
             layout.append((name, which, x.shape, x.stride(), x.dtype))
-    return layout
+            tensors[prefix, name] = x
+    return layout, tensors
 
 
 def _home_of(slot: Slot) -> Home:
@@ -230,12 +238,3 @@ def _dtype_problem(arrival: Arrival, place: Place) -> str | None:
             f"an FP8 weight, but {slot.module or 'the model'} takes {wanted}; send it in {wanted}"
         )
     return dtype_problem(arrival, slot)
-
-
-def tensors_of(model: nn.Module, homes: dict[ModelTensor, Home]) -> Iterator[tuple[Home, Any]]:
-    """Yield the tensor of each home, as the model has it now."""
-    modules = dict(model.named_modules(remove_duplicate=False))
-    for home in homes.values():
-        if home.name:
-            own = persistent_tensors(modules[home.module])
-            yield home, own[home.name]

@@ -86,12 +86,12 @@ class Update:
         if not isinstance(model, nn.Module):
             raise TypeError(f"updating: model must be an nn.Module, got {type(model).__name__}")
         self._model, self._rename = model, rename
-        self._places = Places.of(model)
-        self._writer: Writer | None = Writer(model, self._places)
+        self._places, tensors = Places.of(model)
+        self._writer: Writer | None = Writer(model, self._places, tensors)
         self._came: dict[str, Came] = {}  # by part
         self._has_scales = self._has_codes = False  # whether some came
         self._begun: dict[Home, None] = {}
-        meta = [x.owner.names[0] for x in self._places.homes.values() if self._is_meta(x)]
+        meta = [owner.names[0] for owner, x in tensors.items() if x.is_meta]
         if meta:
             raise ValueError(
                 f"updating: {', '.join(meta[:_NUM_NAMED])} of {len(meta)} tensors are on the meta "
@@ -210,10 +210,6 @@ class Update:
                 scale = None if is_fp8 else self._came.get(part + SCALE_SUFFIX)
                 if scale is not None:
                     yield f"{name}: its scale {scale[0]} came before, but it is not FP8"
-
-    def _is_meta(self, home: Home) -> bool:
-        tensor = None if self._writer is None else self._writer.tensors.get(home.owner)
-        return tensor is not None and tensor.is_meta
 
     def _close(self) -> None:
         """Let follow what is made of weights; nothing can be added from then on."""

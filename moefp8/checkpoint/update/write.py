@@ -16,7 +16,7 @@ from ..files.names import SCALE_SUFFIX, scale_of_weight
 from ..model.slots import ModelTensor, Role
 from .bucket import Bucket
 from .place import Home, Place
-from .places import Places, tensors_of
+from .places import Places
 
 FOLLOWERS: list[Callable[[nn.Module], Iterable[torch.Tensor]]] = []
 """What else is made of a model's weights: each makes it again where these have changed, in the same
@@ -65,10 +65,10 @@ class _Stack:
 class Writer:
     """The tensors of a model while it is updated."""
 
-    def __init__(self, model: nn.Module, places: Places) -> None:
-        self.model, self.places = model, places
-        bound = tensors_of(model, places.homes)
-        self.tensors: dict[ModelTensor, torch.Tensor] = {home.owner: x for home, x in bound}
+    def __init__(
+        self, model: nn.Module, places: Places, tensors: dict[ModelTensor, torch.Tensor]
+    ) -> None:
+        self.model, self.places, self.tensors = model, places, tensors
         self._stacks: dict[Home, _Stack] = {}
         self._matrices: dict[Home, tuple[torch.Tensor, ...]] = {}
         self._masters: set[Home] = set()
