@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import NamedTuple
 
-from benchmarks import convergence, gemm_goals, grouped, model, moe, moe_layers, session
+from benchmarks import convergence, gemm_goals, grouped, model, moe, moe_layers, session, updating
 from benchmarks.convergence.figures import curves, spread, trained_in_fp8
 from benchmarks.expert_parallel import table as expert_parallel
 from benchmarks.expert_parallel.worker import COMBINE, DISPATCH
@@ -17,6 +17,7 @@ from benchmarks.moe_cases import MODELS
 from benchmarks.moe_peers import MEGA
 from benchmarks.pages import Results
 from benchmarks.peers import OURS
+from benchmarks.serving import goals as serving_goals
 from benchmarks.training import goals as training
 from benchmarks.training.parts import PARTS
 
@@ -187,6 +188,18 @@ def _decoding_verdicts(row: session.Row) -> Iterator[Verdict]:
             yield Verdict(goal, case, model.AS_CALLED_GOAL, as_called / ours)
 
 
+def serving_verdicts(results: Results) -> Iterator[Verdict]:
+    for x in serving_goals.judged(results["rows"]):
+        yield Verdict(x.goal, x.case, x.asked, x.measured, x.at_most)
+
+
+def updating_verdicts(results: Results) -> Iterator[Verdict]:
+    for name, row in results["rows"].items():
+        goal = "new weights: times as long as a copy of the BF16 bytes"
+        asked = updating.GOALS.get(name, updating.GOAL_WITH_TRANSPOSED)
+        yield Verdict(goal, name, asked, row["share_of_copy"], at_most=True)
+
+
 def convergence_verdicts(results: Results) -> Iterator[Verdict]:
     between = spread(results)
     for variant in trained_in_fp8(results):
@@ -210,5 +223,7 @@ VERDICTS: dict[str, Callable[[Results], Iterable[Verdict]]] = {
     "training": training_verdicts,
     "expert_parallel": expert_parallel_verdicts,
     "model": model_verdicts,
+    "serving": serving_verdicts,
+    "updating": updating_verdicts,
     "convergence": convergence_verdicts,
 }

@@ -13,13 +13,17 @@ from benchmarks.model.table import fastest_ms, figures_of, phases_of, speedup
 from benchmarks.moe_cases import MODELS
 from benchmarks.moe_peers import PEERS
 from benchmarks.peers import BF16, OURS
+from benchmarks.serving import DEFAULT
+from benchmarks.serving.table import phases_of as engine_phases
+from benchmarks.serving.table import speedup as engine_speedup
+from benchmarks.serving.table import versions_of
 from benchmarks.training.parts import GROUPED, LAYERS, LINEARS
 from benchmarks.training.parts import PARTS as STEPS
 from benchmarks.training.peers import EVERY
 
 # `headlines` takes these results, in this order, and the others by name once they were measured.
 SOURCES = "moe", "gemm", "accuracy", "load", "cpu"
-MORE_SOURCES = "gemm_large", "gradients", "training", "model"
+MORE_SOURCES = "gemm_large", "gradients", "training", "model", "serving"
 TOKENS = 1, 128, 4096
 OF_LAYERS = "sgl_megamoe", "hf_bf16"
 OF_THE_GEMM = "deep_gemm", "bf16"
@@ -35,6 +39,7 @@ def headlines(
     gradients: dict[str, Any] | None = None,
     training: dict[str, Any] | None = None,
     model: dict[str, Any] | None = None,
+    serving: dict[str, Any] | None = None,
 ) -> str:
     """A table of speed, and what else a newcomer asks first.
 
@@ -48,6 +53,8 @@ def headlines(
     parts += [table(head, [*_layers(moe["rows"]), *_gemm(gemm["rows"], without_rest["rows"])]), ""]
     if of_layers != of_gemm:
         parts.append(f"- Experts: {of_layers}. GEMM: {of_gemm}.")
+    if serving is not None:
+        parts.append(_engine(serving))
     if gradients is not None:
         parts.append(_gradients(gradients))
     if training is not None:
@@ -130,6 +137,20 @@ def _gemm(rows: list[Row], rows_without_rest: list[Row]) -> Iterator[list[str]]:
     for against in OF_THE_GEMM:
         if compare(rows, TOKENS, against):
             yield [what, AGAINST[against][0], *(cell(n, against) for n in TOKENS)]
+
+
+def _engine(results: dict[str, Any]) -> str:
+    """Times as fast as vLLM's default, by model and phase."""
+    of_models = []
+    for row in results["rows"]:
+        ratios = {x: engine_speedup(row, DEFAULT, x) for x in engine_phases(row)}
+        told = (f"{ratio:.2f} ({phase})" for phase, ratio in ratios.items() if ratio)
+        of_models.append(f"{row['title']} {', '.join(told)}")
+    version = f"vLLM {', '.join(versions_of(results['rows']))}"
+    return (
+        f"- {version} on one {results['gpu']} ({results['date'][:10]}), times as fast as with its "
+        f"own layers: {'; '.join(of_models)}."
+    )
 
 
 def _gradients(results: dict[str, Any]) -> str:

@@ -11,7 +11,15 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 
-from benchmarks import floors, goals, gradient_tables, headlines, roofline, speedups
+from benchmarks import (
+    batch_invariance,
+    floors,
+    goals,
+    gradient_tables,
+    headlines,
+    roofline,
+    speedups,
+)
 from benchmarks.convergence import plot as convergence_plot
 from benchmarks.convergence import table as convergence_table
 from benchmarks.expert_parallel import table as expert_parallel_table
@@ -27,6 +35,7 @@ from benchmarks.moe_tables import layers_tables, moe_tables
 from benchmarks.pages import Results
 from benchmarks.quality import plot as quality_plot
 from benchmarks.quality import table as quality_table
+from benchmarks.serving import table as serving_table
 from benchmarks.training import table as training_table
 
 ROOT = Path(__file__).parents[1]
@@ -177,6 +186,8 @@ TABLES: dict[str, Callable[..., str]] = {
     "training": training_table.tables,
     "expert_parallel": expert_parallel_table.tables,
     "model": model_table.tables,
+    "serving": serving_table.tables,
+    "batch_invariance": batch_invariance.price_table,
     "families": families.table,
     "convergence": convergence_table.tables,
     "quality": quality_table.tables,

@@ -127,7 +127,7 @@ def main() -> None:
     results: dict[str, Any] = {
         **circumstances(),
         "transformers": version("transformers"),
-        "runs": options.runs,
+        "num_runs": options.runs,
         "rounds": options.rounds,
         "rows": [],
     }

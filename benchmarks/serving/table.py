@@ -1,6 +1,7 @@
 """The tables of engines, made of `benchmarks/results/serving.json`."""
 
 import statistics
+from collections.abc import Iterable
 from typing import Any
 
 from benchmarks.markdown import number, table
@@ -10,14 +11,29 @@ from benchmarks.session import Row
 
 def ms_of(row: Row, engine: str, phase: str, key: str = "ms") -> float | None:
     """The median of all runs. key: "ms", or "first_ms" of the first request after a start."""
-    values = [run["phases"][phase][key] for run in _runs(row, engine) if phase in run["phases"]]
-    return statistics.median(values) if values else None
+    runs = (run for run in _runs(row, engine) if phase in run["phases"])
+    return _median(run["phases"][phase][key] for run in runs)
 
 
 def speedup(row: Row, engine: str, phase: str, key: str = "ms") -> float | None:
     """How many times as fast as `engine` moefp8 is."""
     theirs, ours = (ms_of(row, x, phase, key) for x in (engine, OURS))
     return theirs / ours if theirs and ours else None
+
+
+def start_of(row: Row, engine: str, is_cold: bool) -> float | None:
+    """Seconds to the first token, where nothing was compiled before or all was."""
+    return _median(run["first_token_s"] for run in _runs(row, engine) if run["cold"] is is_cold)
+
+
+def gib_of(row: Row, engine: str) -> float | None:
+    """Memory of the GPU that is in use at the end."""
+    return _median(run["gpu_gib"] for run in _runs(row, engine) if "gpu_gib" in run)
+
+
+def versions_of(rows: list[Row]) -> list[str]:
+    """The versions of vLLM that ran."""
+    return sorted({x["vllm"] for row in rows for name in TITLES for x in _runs(row, name)})
 
 
 def phases_of(row: Row) -> list[str]:
@@ -37,17 +53,16 @@ def tables(results: dict[str, Any]) -> str:
         for name, engine in row["engines"].items()
         if "refused" in engine
     )
-    versions = {run["vllm"] for row in rows for name in names for run in _runs(row, name)}
     parts = [
         table(
             ["model", "phase", "moefp8, tokens/s", *beside, "experts"],
             [_speeds(row, phase, others) for row in rows for phase in phases_of(row)],
         ),
-        f"vLLM {', '.join(sorted(versions))} on one {results.get('gpu', results['cpu'])}, with "
+        f"vLLM {', '.join(versions_of(rows))} on one {results.get('gpu', results['cpu'])}, with "
         "`torch.compile` and CUDA graphs, no prefix cached: tokens per second with moefp8, and how "
         "many times as fast as vLLM's own layers that is; in brackets for the first request of a "
         "kind after a start. The last column: which part of the GPU's time experts take with "
-        f"moefp8. Medians of {results['runs']} runs, engines in turns.",
+        f"moefp8. {_medians(results['num_runs'])}",
         table(
             [
                 "model",
@@ -62,6 +77,17 @@ def tables(results: dict[str, Any]) -> str:
         f"torch {results['torch']}; {results['date'][:10]}, commit {results['commit']}.",
     ]
     return "\n\n".join(part for part in parts if part)
+
+
+def _medians(num_runs: int) -> str:
+    if num_runs == 1:
+        return "One run of each engine, a process of its own."
+    return f"Medians of {num_runs} runs, engines in turns, each run in a process of its own."
+
+
+def _median(values: Iterable[float]) -> float | None:
+    found = list(values)
+    return statistics.median(found) if found else None
 
 
 def _runs(row: Row, engine: str) -> list[dict[str, Any]]:
@@ -86,10 +112,6 @@ def _speeds(row: Row, phase: str, others: list[str]) -> list[str]:
 
 def _start(row: Row, engine: str) -> list[str]:
     """A line of the table of starts."""
-    runs = _runs(row, engine)
-    starts = (
-        [run["first_token_s"] for run in runs if run["cold"] is cold] for cold in (True, False)
-    )
-    used = [run["gpu_gib"] for run in runs if "gpu_gib" in run]
-    cells = (number(statistics.median(x) if x else None, 1) for x in (*starts, used))
+    seconds = (start_of(row, engine, is_cold) for is_cold in (True, False))
+    cells = (number(x, 1) for x in (*seconds, gib_of(row, engine)))
     return [row["title"], TITLES[engine], *cells]

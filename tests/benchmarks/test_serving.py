@@ -3,7 +3,7 @@
 from benchmarks.serving.table import speedup, tables
 
 MODEL = {"model": "m", "title": "Some model"}
-ABOUT = {"cpu": "a CPU", "torch": "2.0", "date": "2026-11-29T00", "commit": "abc", "runs": 2}
+ABOUT = {"cpu": "a CPU", "torch": "2.0", "date": "2026-11-29T00", "commit": "abc", "num_runs": 2}
 
 
 def run(ms: float, start_s: float = 60.0, cold: bool = False, **more) -> dict:
