@@ -123,6 +123,7 @@ def measure(settings: Settings) -> Any:
     if is_gpu:
         free, total = torch.cuda.mem_get_info()
         results["gpu_gib"] = (total - free) / 2**30
+        results["allocator_gib"] = torch.cuda.memory_reserved() / 2**30
         yield results
 
 
