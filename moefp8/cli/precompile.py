@@ -29,6 +29,12 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         help="for master weights of that dtype, as moefp8.unfreeze(model) makes them",
     )
     parser.add_argument(
+        "--updating",
+        choices=ahead.DTYPES,
+        metavar="DTYPE",
+        help="also for new weights of that dtype, as moefp8.updating takes them",
+    )
+    parser.add_argument(
         "--batch-invariant",
         action="store_true",
         help="for layers of which set_batch_invariant says so",
@@ -107,6 +113,7 @@ def run(arguments: argparse.Namespace) -> int:
             arguments.max_tokens,
             dtype=ahead.DTYPES[arguments.dtype],
             backward=arguments.backward,
+            updating=ahead.DTYPES.get(arguments.updating),
             num_sms=arguments.num_sms,
             num_threads=arguments.num_threads,
         )

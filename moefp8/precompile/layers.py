@@ -9,14 +9,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..kernels import E4M3
 from ..kernels.common.checks import FLOATS
 from ..kernels.gemm.tuned import ConfigSource, config_source_of
 from ..kernels.jit import JitError, Kernel, compile_kernels, current_driver, keep_kernels
 from ..layers import FP8Linear, GroupedExperts, TopKRouter
 from ..layers.module import FixedDtypeModule, check_dtype
 from ..layers.moe import SharedExperts
+from ..layers.parts import parts_of
 from ..layers.router import TOP_K_NAMES
 from ..layers.trainable import TrainableModule
+from ..quant import each_launch, quantize_launch
 from ..system.progress import Progress
 from .variants import (
     Demand,
@@ -57,6 +60,7 @@ def precompile(
     dtype: torch.dtype | None = None,
     top_k: int | None = None,
     backward: bool = False,
+    updating: torch.dtype | None = None,
     num_sms: int | None = None,
     num_threads: int | None = None,
     progress: bool | None = None,
@@ -75,6 +79,7 @@ def precompile(
         top_k: experts of a token; None: as a router beside the experts says, or the model's config.
         backward: whether also for gradients through the layers, and in master weights that ask
             for them now; in FP32 where they have `main_grad` now.
+        updating: bf16, fp16 or fp32: also for weights of that dtype which `updating` brings.
         num_sms: of the GPU to compile for; None: of every Hopper GPU here, or 132 (H100 SXM, H200)
             without one. What was tuned on a GPU here is compiled, too.
         num_threads: how many compile; None: as many as there are processors.
@@ -83,13 +88,19 @@ def precompile(
     Raises:
         ValueError: one of the numbers is below 1, nothing says `top_k`, or the model has no layer
             of moefp8.
-        TypeError: `dtype` is no bf16, fp16 or fp32.
+        TypeError: `dtype` or `updating` is no bf16, fp16 or fp32.
         JitError: there is no compiler, or a kernel does not compile.
     """
     started = time.perf_counter()
     _check_numbers(num_threads=num_threads)
     kernels = kernels_of(
-        model, max_tokens, dtype=dtype, top_k=top_k, backward=backward, num_sms=num_sms
+        model,
+        max_tokens,
+        dtype=dtype,
+        top_k=top_k,
+        backward=backward,
+        updating=updating,
+        num_sms=num_sms,
     )
     with Progress("compiling", len(kernels), "kernels", shown=progress) as bar:
         compile_kernels(kernels, num_threads, bar.advance)
@@ -109,12 +120,14 @@ def kernels_of(
     dtype: torch.dtype | None = None,
     top_k: int | None = None,
     backward: bool = False,
+    updating: torch.dtype | None = None,
     num_sms: int | None = None,
 ) -> list[Kernel]:
     """The kernels that `precompile` compiles; first come those that take long."""
     _check_numbers(max_tokens=max_tokens, top_k=top_k, num_sms=num_sms)
-    if dtype is not None:
-        check_dtype("precompile", dtype)
+    for given in (dtype, updating):
+        if given is not None:
+            check_dtype("precompile", given)
     dtypes = _dtypes_of(model) if dtype is None else frozenset({dtype})
     layers = dict.fromkeys(_layers_of(model, top_k))
     if not layers:
@@ -125,7 +138,9 @@ def kernels_of(
         )
     sources = _config_sources(num_sms)
     demands = [Demand(max_tokens, dtypes, configs, backward) for configs in sources]
-    found = (kernel for demand in demands for layer in layers for kernel in layer.kernels(demand))
+    found = [kernel for demand in demands for layer in layers for kernel in layer.kernels(demand)]
+    if updating is not None:
+        found += _kernels_of_new_weights(model, updating, backward)
     return sorted(dict.fromkeys(found), key=lambda kernel: kernel.source.name != "gemm.cu")
 
 
@@ -133,6 +148,21 @@ def _check_numbers(**numbers: int | None) -> None:
     for name, value in numbers.items():
         if value is not None and value < 1:
             raise ValueError(f"precompile: {name} must be at least 1, got {value}")
+
+
+def _kernels_of_new_weights(
+    model: nn.Module, dtype: torch.dtype, backward: bool
+) -> Iterator[Kernel]:
+    """Those that quantize what `updating` is given; a backward may have kept W^T."""
+    for module in model.modules():
+        for name in module.fp8_names if isinstance(module, FixedDtypeModule) else ():
+            weight, is_cut = getattr(module, name), bool(parts_of(module))
+            if weight is None or weight.dtype != E4M3 or not weight.numel():
+                continue
+            k = weight.shape[-1]
+            yield from each_launch.needed_kernels(dtype, k, transposed=backward)
+            if is_cut:  # blocks may have rows of other ranks, so whole weights are quantized
+                yield from quantize_launch.kernels_of_cut(quantize_launch.BLOCK_ROWS, dtype, k)
 
 
 # ---- What kernels depend on ----

@@ -56,13 +56,15 @@ def kernel_of(dtype: torch.dtype, *, vectorized: bool, transposed: bool) -> Kern
     return Kernel(_SOURCE, f"each_kernel<{INPUTS[dtype]}, {flags}>")
 
 
-def needed_kernels(dtype: torch.dtype, k: int) -> list[Kernel]:
-    """The kernels for weights of K columns, which may lie anywhere."""
-    flags = (True, False) if k % _VECTOR == 0 else (False,)
+def needed_kernels(dtype: torch.dtype, k: int, *, transposed: bool) -> list[Kernel]:
+    """The kernels for weights of K columns, which may lie anywhere.
+
+    transposed: W^T may be kept, and be written with them.
+    """
     return [
-        kernel_of(dtype, vectorized=vectorized, transposed=transposed)
-        for vectorized in flags
-        for transposed in (False, True)
+        kernel_of(dtype, vectorized=vectorized, transposed=is_written)
+        for vectorized in ((True, False) if k % _VECTOR == 0 else (False,))
+        for is_written in ((False, True) if transposed else (False,))
     ]
 
 

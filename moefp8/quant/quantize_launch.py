@@ -70,8 +70,13 @@ def kernel_of(cut: Cut, dtype: torch.dtype, vectorized: bool) -> Kernel:
 def needed_kernels(dtype: torch.dtype, max_rows: int, k: int, num_sms: int) -> list[Kernel]:
     """The kernels of 1x128 for up to `max_rows` rows, which may lie anywhere."""
     cuts = (_FEW_ROWS, cut_1x128(max_rows, num_blocks(k), num_sms))
+    return list(dict.fromkeys(x for cut in cuts for x in kernels_of_cut(cut, dtype, k)))
+
+
+def kernels_of_cut(cut: Cut, dtype: torch.dtype, k: int) -> list[Kernel]:
+    """The kernels for K columns that may lie anywhere."""
     flags = (True, False) if k % 8 == 0 else (False,)
-    return list(dict.fromkeys(kernel_of(cut, dtype, flag) for cut in cuts for flag in flags))
+    return [kernel_of(cut, dtype, flag) for flag in flags]
 
 
 def launch_quantize(

@@ -143,6 +143,29 @@ def test_it_lists_what_launchers_need_for_some_number_of_tokens(model):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_it_lists_what_new_weights_need(dtype):
+    """W^T is written beside them where a backward has kept it."""
+    whole = nn.ModuleDict({"linear": FP8Linear(72, 400), "experts": GroupedExperts(2, 128, 64)})
+    model = moefp8.shard(whole, {"linear": "rows"}, 0, 3)  # in the midst of a block
+    weights = {"linear.weight": torch.ones(400, 72)}
+    for name, shape in {"gate": (64, 128), "up": (64, 128), "down": (128, 64)}.items():
+        weights |= {f"experts.{e}.{name}_proj.weight": torch.ones(shape) for e in range(2)}
+    with jit.using(IdleDriver()) as gpu, moefp8.updating(model) as block:
+        block.add({name: x.to(dtype) for name, x in weights.items()})
+    before = kernels_of(model, 1, top_k=1)
+    named = kernels_of(model, 1, top_k=1, updating=dtype) - before
+    assert {kernel.source.stem for kernel in gpu.kernels} == {"each", "quantize"}
+    assert set(gpu.kernels) - named == set()
+    assert all(", false" in kernel.name for kernel in named - set(gpu.kernels))  # unaligned
+    of_backward = kernels_of(model, 1, top_k=1, updating=dtype, backward=True) - before
+    each, others = ({x for x in y if x.source.stem == "each"} for y in (named, of_backward))
+    assert each < others
+    assert len(others) == 2 * len(each)
+    with pytest.raises(TypeError, match="precompile"):
+        kernels_of(model, 1, top_k=1, updating=torch.int8)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_it_lists_what_gradients_need(model, dtype):
     model = copy.deepcopy(model)
     model.odd["experts"].saved_dtype = torch.float8_e4m3fn
