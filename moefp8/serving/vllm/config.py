@@ -6,12 +6,13 @@ from typing import Any
 from vllm import envs
 from vllm.model_executor.kernels.linear import _POSSIBLE_FP8_BLOCK_KERNELS
 from vllm.model_executor.layers.quantization import register_quantization_config
-from vllm.model_executor.layers.quantization.fp8 import Fp8Config, Fp8MoEMethod
+from vllm.model_executor.layers.quantization.fp8 import Fp8Config, Fp8LinearMethod, Fp8MoEMethod
 from vllm.platforms import current_platform
 
 from ..common import EXPERTS
 from .experts import MoEFP8ExpertsMethod
 from .linear import MoEFP8LinearKernel
+from .loaders import take_floats
 from .model import ServedModel
 
 
@@ -20,6 +21,8 @@ class MoEFP8Config(Fp8Config):
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
         method: Any = super().get_quant_method(layer, prefix)
+        if type(method) is Fp8LinearMethod:
+            _take_floats_of_linears(method)
         if type(method) is not Fp8MoEMethod:
             return method
         served = ServedModel.current()
@@ -27,6 +30,21 @@ class MoEFP8Config(Fp8Config):
             served.leave(EXPERTS, reason)
             return method
         return MoEFP8ExpertsMethod(self, layer, served)
+
+
+def _take_floats_of_linears(method: Fp8LinearMethod) -> None:
+    """Let linears that run on moefp8 take weights in 16 and 32 bits.
+
+    vLLM chooses how a linear loads weights by the name of its method's class, which has to stay.
+    """
+    create = method.create_weights
+
+    def create_weights(layer: Any, *args: Any, **kwargs: Any) -> None:
+        create(layer, *args, **kwargs)
+        if isinstance(method.fp8_linear, MoEFP8LinearKernel):
+            take_floats(layer, "weight")
+
+    method.create_weights = create_weights
 
 
 def register_layers() -> None:

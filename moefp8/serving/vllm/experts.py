@@ -19,7 +19,10 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
 
 from ...functional.experts import ExpertsInputs, experts
 from ..common import EXPERTS
+from .loaders import take_floats
 from .model import ServedModel, why_not_here
+
+_PARAMETERS = "w13_weight", "w13_weight_scale_inv", "w2_weight", "w2_weight_scale_inv"
 
 
 class MoEFP8Experts(mk.FusedMoEExpertsModular):
@@ -150,13 +153,19 @@ class MoEFP8ExpertsMethod(Fp8MoEMethod):
 
     def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
         super().create_weights(layer, *args, **kwargs)
+        for name in ("w13_weight", "w2_weight"):
+            take_floats(layer, name)
         self.served.add(self, EXPERTS)
         if self.served.ahead is not None:
             sizes, total = layer.w2_weight.shape, layer.global_num_experts
             self.served.ahead.experts(*sizes, top_k=layer.top_k, num_global_experts=total)
 
     def process_weights_after_loading(self, layer: Any) -> None:
+        parameters = {name: getattr(layer, name) for name in _PARAMETERS}
         super().process_weights_after_loading(layer)
+        for name, x in parameters.items():  # vLLM's copies of them lack what loaders ask for
+            if getattr(layer, name).data_ptr() == x.data_ptr():
+                setattr(layer, name, x)
         if layer.expert_map is not None:
             offset = offset_of(layer.expert_map)
             self.expert_offset = None if offset is None else (layer.expert_map, offset)

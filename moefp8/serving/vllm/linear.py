@@ -7,7 +7,6 @@ from vllm import envs
 from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import (
     Fp8BlockScaledMMLinearKernel,
 )
-from vllm.model_executor.utils import replace_parameter
 
 from ...functional.linear import fp8_linear
 from ..common import LINEARS
@@ -53,7 +52,7 @@ class MoEFP8LinearKernel(Fp8BlockScaledMMLinearKernel):
     def process_weights_after_loading(self, layer: Any) -> None:
         scale_inv = _scale_inv(layer)
         if scale_inv.dtype != torch.float32:  # E8M0 is exact in FP32
-            replace_parameter(layer, _name_of_scales(layer), scale_inv.to(torch.float32))
+            scale_inv.data = scale_inv.to(torch.float32)  # its loader takes new scales later on
         bias = getattr(layer, "bias", None)
         if bias is not None and self.served.ahead is not None:
             n, k = layer.weight.shape

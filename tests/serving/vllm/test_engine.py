@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
@@ -22,19 +24,31 @@ from moefp8.hf import FP8Config
 pytestmark = pytest.mark.slow
 ENGINE = """
 import json, sys
+from safetensors.torch import load_file
 from vllm import LLM, SamplingParams
 
+def send(worker, how, path):
+    # Tensors of a trainer: all through reload_weights, or those of FP8 layers one by one.
+    named, runner = load_file(f"{path}/model.safetensors").items(), worker.model_runner
+    if how == "stream":
+        runner.reload_weights(weights_iterator=iter(named))
+    for name, x in named if how == "one by one" else ():
+        if "_proj." in name:  # vLLM packs the other weights on a CPU
+            runner.model.load_weights([(name, x)])
+
 if __name__ == "__main__":
-    paths, prompts, options = map(json.loads, sys.argv[1:])
+    states, prompts, options = map(json.loads, sys.argv[1:])
     llm = LLM(
-        paths[0], skip_tokenizer_init=True, max_model_len=128, max_num_batched_tokens=256,
+        states[0][1], skip_tokenizer_init=True, max_model_len=128, max_num_batched_tokens=256,
         max_num_seqs=4, dtype="bfloat16", enable_prefix_caching=False, **options,
     )
     sampling = SamplingParams(max_tokens=2, temperature=0, prompt_logprobs=0, detokenize=False)
     inputs = [{"prompt_token_ids": x} for x in prompts]
-    for i, path in enumerate(paths):
-        if i:
+    for how, path in states:
+        if how == "file":
             llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
+        elif how != "start":
+            llm.collective_rpc(send, args=(how, path))
         scores = [
             [x[id].logprob for x, id in zip(y.prompt_logprobs[1:], y.prompt_token_ids[1:])]
             for y in llm.generate(inputs, sampling, use_tqdm=False)
@@ -44,23 +58,26 @@ if __name__ == "__main__":
 
 
 def scores_of_engine(
-    paths: list[Path], prompts: torch.Tensor, options: dict[str, Any]
+    states: list[tuple[str, Path]], prompts: torch.Tensor, options: dict[str, Any]
 ) -> tuple[list[torch.Tensor], str]:
-    """Log-probabilities of the prompts' tokens with each checkpoint in turn, and the log.
+    """Log-probabilities of the prompts' tokens in each state in turn, and the log.
 
-    The engine starts with the first one; weights of the others are loaded into it.
+    A state is how weights come and the checkpoint: the first one is "start", and the others come
+    as "file", as a "stream" of tensors, or "one by one", those of FP8 layers alone.
     """
     environment = {
         **os.environ,
         "MOEFP8_VLLM": "1",
         "PYTHONPATH": os.pathsep.join(sys.path),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # of the function that sends tensors
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
     }
-    arguments = map(json.dumps, ([str(x) for x in paths], prompts.tolist(), options))
+    named = [(how, str(path)) for how, path in states]
+    arguments = map(json.dumps, (named, prompts.tolist(), options))
     done = subprocess.run(
         [sys.executable, "-c", ENGINE, *arguments], env=environment, capture_output=True, text=True
     )
@@ -114,6 +131,15 @@ def write(directory: Path, family: str, seed: int = 0) -> tuple[Path, Path]:
     return plain, path
 
 
+def mixed(path: Path, other: Path) -> Path:
+    """A copy of a checkpoint with the FP8 weights of another one."""
+    tensors, others = (load_file(x / "model.safetensors") for x in (path, other))
+    made = Path(shutil.copytree(path, path.parent / "mixed"))
+    tensors |= {name: x for name, x in others.items() if "_proj." in name}
+    save_file(tensors, made / "model.safetensors", {"format": "pt"})
+    return made
+
+
 def drawn_prompts() -> torch.Tensor:
     return torch.randint(2, 300, (4, 60), generator=torch.Generator().manual_seed(0))
 
@@ -138,7 +164,7 @@ def test_log_probabilities_are_those_of_transformers(tmp_path, family, options):
     pytest.importorskip("vllm")
     plain, path = write(tmp_path, family)
     prompts = drawn_prompts()
-    (scores,), log = scores_of_engine([path], prompts, options)
+    (scores,), log = scores_of_engine([("start", path)], prompts, options)
     assert f"moefp8 runs {LAYERS[family]}" in log
 
     def scores_of(directory, **arguments) -> torch.Tensor:
@@ -155,12 +181,31 @@ def test_log_probabilities_are_those_of_transformers(tmp_path, family, options):
     assert off(scores) < FACTORS[family] * off(ours)
 
 
-def test_weights_that_are_loaded_while_it_serves(tmp_path):
-    """As those of an engine that starts with them, to the bit, and back."""
+@pytest.mark.parametrize(
+    ("family", "options"), [("qwen3", {}), ("wide", EAGER | {"tensor_parallel_size": 2})]
+)
+def test_weights_that_come_while_it_serves(tmp_path, family, options):
+    """As those of an engine that starts with them, to the bit: from a file, or in BF16."""
     pytest.importorskip("vllm")
-    paths, options = [write(tmp_path, "qwen3", seed)[1] for seed in (0, 1)], {}
-    (first, second, again), _ = scores_of_engine([*paths, paths[0]], drawn_prompts(), options)
-    (fresh,), _ = scores_of_engine(paths[1:], drawn_prompts(), options)
-    assert torch.equal(second, fresh)
-    assert torch.equal(again, first)
-    assert not torch.equal(second, first)
+    (_, first), (plain, second) = (write(tmp_path, family, seed) for seed in (0, 1))
+    of_linears = mixed(first, second)
+    states = [
+        ("start", first),
+        ("file", second),
+        ("file", first),
+        ("stream", plain),
+        ("file", first),
+        ("one by one", plain),
+        ("file", first),
+        ("one by one", second),  # codes and scales
+    ]
+    found, _ = scores_of_engine(states, drawn_prompts(), options)
+    of_first = found[0]
+    (fresh,), (fresh_linears,) = (
+        scores_of_engine([("start", path)], drawn_prompts(), options)[0]
+        for path in (second, of_linears)
+    )
+    for (how, path), scores in zip(states, found, strict=True):
+        expected = fresh_linears if how == "one by one" else fresh
+        assert torch.equal(scores, of_first if path is first else expected)
+    assert not any(torch.equal(of_first, x) for x in (fresh, fresh_linears))

@@ -174,6 +174,54 @@ def test_scales_that_are_powers_of_two_in_8_bits(config, device):
     ours.weight_scale_inv.data.copy_(scales.float())
     x = torch.randn(5, H, device=device).bfloat16()
     assert torch.equal(theirs(x)[0], ours(x))
+    new = torch.randint(120, 132, scales.shape, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    theirs.weight_scale_inv.weight_loader(theirs.weight_scale_inv, new)
+    ours.weight_scale_inv.data.copy_(new.float())
+    assert torch.equal(theirs(x)[0], ours(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_experts_are_loaded_from_weights_in_16_and_32_bits(config, device, dtype):
+    """Before they are processed and after it."""
+    routed = made(config, device)
+    shapes = {"w1": (I, H), "w3": (I, H), "w2": (H, I)}
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        weights = {name: torch.randn(E, *shape).to(dtype) for name, shape in shapes.items()}
+        for name, w in weights.items():
+            stack = "w2_weight" if name == "w2" else "w13_weight"
+            parameter, told = getattr(routed, stack), f"layers.0.mlp.experts.{stack}"
+            for expert in range(E):
+                how = {"shard_id": name, "expert_id": expert, "return_success": True}
+                assert parameter.weight_loader(parameter, w[expert], told, **how)
+        routed.quant_method.process_weights_after_loading(routed)
+        gate_up = torch.cat([weights["w1"], weights["w3"]], dim=1)
+        ours = GroupedExperts.from_weights(gate_up.to(device), weights["w2"].to(device))
+        x, scores, ids = drawn(device)
+        assert torch.equal(apply(routed, x, scores, ids), ours(x, ids, scores))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_linears_are_loaded_from_weights_in_16_and_32_bits(config, device, dtype):
+    from vllm.model_executor.layers.linear import MergedColumnParallelLinear
+
+    with device:
+        theirs = MergedColumnParallelLinear(
+            H, [384, 128], bias=False, params_dtype=torch.bfloat16, quant_config=config, prefix="c"
+        )
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        pieces = [torch.randn(n, H).to(dtype) for n in (384, 128)]
+        for number, piece in enumerate(pieces):
+            theirs.weight.weight_loader(theirs.weight, piece, number)
+        theirs.quant_method.process_weights_after_loading(theirs)
+        weight = torch.cat(pieces).to(device)
+        codes, scale_inv = quantize_128x128(weight)
+        ours = FP8Linear(H, 512, bias=False, device=device)
+        ours.weight.data.copy_(codes)
+        ours.weight_scale_inv.data.copy_(scale_inv)
+        x = torch.randn(5, H, device=device).bfloat16()
+        assert torch.equal(theirs(x)[0], ours(x))
 
 
 def test_each_reason_to_leave_experts_to_vllm_is_told(config, device):
