@@ -1,8 +1,8 @@
 """Where SGLang makes FP8 layers, and what happens there.
 
-The hooks leave parameters, weight loaders and dispatchers as SGLang makes them; they only replace
-what multiplies. Reloading weights, moving experts for load balance (EPLB) and drafts of
-speculative decoding (MTP) therefore work as before.
+The hooks leave parameters and dispatchers as SGLang makes them, and its weight loaders for what is
+FP8; they replace what multiplies. Reloading weights, moving experts for load balance (EPLB) and
+drafts of speculative decoding (MTP) therefore work as before.
 """
 
 import pkgutil
@@ -12,6 +12,7 @@ from typing import Any
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from ..common import EXPERTS, LINEARS
+from ..loaders import take_floats
 from .experts import is_taken, register_runner, take_experts, why_not_experts
 from .linear import take_linear, why_not_linear
 from .model import begin_to_compile, decide, report
@@ -23,12 +24,15 @@ def _take_linear(result: None, method: Any, layer: Any, *args: Any, **kwargs: An
     """After a linear has its parameters."""
     if decide(layer, LINEARS, why_not_linear(method, layer)):
         take_linear(method)
+        take_floats(layer, "weight")
 
 
 def _take_experts(result: None, method: Any, layer: Any, moe_runner_config: Any) -> None:
     """After a MoE layer has its parameters and its runner."""
     if decide(layer, EXPERTS, why_not_experts(method, layer, moe_runner_config)):
         take_experts(method, moe_runner_config)
+        for name in ("w13_weight", "w2_weight"):
+            take_floats(layer, name)
 
 
 def _apply_experts(

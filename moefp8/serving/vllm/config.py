@@ -10,9 +10,9 @@ from vllm.model_executor.layers.quantization.fp8 import Fp8Config, Fp8LinearMeth
 from vllm.platforms import current_platform
 
 from ..common import EXPERTS
+from ..loaders import take_floats
 from .experts import MoEFP8ExpertsMethod
 from .linear import MoEFP8LinearKernel
-from .loaders import take_floats
 from .model import ServedModel
 
 

@@ -19,7 +19,7 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
 
 from ...functional.experts import ExpertsInputs, experts
 from ..common import EXPERTS
-from .loaders import take_floats
+from ..loaders import take_floats
 from .model import ServedModel, why_not_here
 
 _PARAMETERS = "w13_weight", "w13_weight_scale_inv", "w2_weight", "w2_weight_scale_inv"

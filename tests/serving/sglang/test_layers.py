@@ -26,6 +26,12 @@ pytestmark = pytest.mark.usefixtures("sglang")
 # ---- Linears ----
 
 
+def plain_linear(weight: torch.Tensor) -> torch.nn.Linear:
+    linear = torch.nn.Linear(*reversed(weight.shape), bias=False, dtype=weight.dtype)
+    linear.weight.data = weight
+    return linear
+
+
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", [(T, H), (2, 3, H), (0, H)])
 def test_linears(bias, shape):
@@ -66,6 +72,42 @@ def test_linears_of_a_rank():
         part.weight.copy_(whole.weight[:, 128:])
         part.weight_scale_inv.copy_(whole.weight_scale_inv[:, 1:])
         assert torch.equal(rows(x[:, 128:])[0], part(x[:, 128:]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_trainer_s_weights_of_linears_are_quantized(dtype):
+    """Before the first processing and after it, also on a rank."""
+    from sglang.srt.layers.linear import MergedColumnParallelLinear
+
+    options = {"quant_config": engine.config(), "params_dtype": torch.bfloat16, "bias": False}
+    with engine.rank(1, of=2):
+        made = MergedColumnParallelLinear(H, [256, 512], **options)
+        for _ in range(2):
+            pieces = [torch.randn(n, H).to(dtype) for n in (256, 512)]
+            for shard, piece in enumerate(pieces):
+                made.weight.weight_loader(made.weight, piece, shard)
+            made.quant_method.process_weights_after_loading(made)
+            x, ours = tokens(), []
+            for piece in pieces:
+                ours.append(FP8Linear.from_linear(plain_linear(piece[len(piece) // 2 :])))
+            assert torch.equal(made(x)[0], torch.cat([part(x) for part in ours], 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_trainer_s_weights_of_experts_are_quantized(dtype):
+    made = fused_moe(GroupedExperts(E, H, I))
+    shapes = {"w1": (I, H), "w3": (I, H), "w2": (H, I)}
+    weights = {name: torch.randn(E, *shape).to(dtype) for name, shape in shapes.items()}
+    for name, w in weights.items():
+        stack = "w2_weight" if name == "w2" else "w13_weight"
+        parameter = getattr(made, stack)
+        for expert in range(E):
+            told = f"model.layers.0.mlp.experts.{stack}"
+            parameter.weight_loader(parameter, w[expert], told, shard_id=name, expert_id=expert)
+    gate_up = torch.cat([weights["w1"], weights["w3"]], 1)
+    x, (ids, scores) = tokens(), choices()
+    expected = GroupedExperts.from_weights(gate_up, weights["w2"])(x, ids, scores)
+    assert torch.equal(run(made, x, ids, scores), expected)
 
 
 def test_fp16_in_gives_fp16():

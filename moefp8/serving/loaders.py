@@ -1,4 +1,4 @@
-"""Weights in 16 or 32 bits that come for FP8 parameters of vLLM, as trainers send them."""
+"""Weights in 16 or 32 bits that come for FP8 parameters of an engine, as trainers send them."""
 
 import inspect
 from typing import Any
@@ -6,17 +6,17 @@ from weakref import ref
 
 import torch
 
-from ...kernels import E4M3
-from ...kernels.common.blocks import num_blocks
-from ...kernels.common.checks import FLOATS
-from ...quant import quantize_128x128
+from ..kernels import E4M3
+from ..kernels.common.blocks import num_blocks
+from ..kernels.common.checks import FLOATS
+from ..quant import quantize_128x128
 
 
 def take_floats(layer: Any, name: str) -> None:
     """Let a parameter's loader quantize bf16, fp16 and fp32, too, by the rule of `convert`.
 
-    A loader of vLLM cuts what comes for this rank and copies it, codes and scales alike: so it is
-    given both. What comes is a whole matrix [N, K], or a stack of them.
+    A loader of vLLM or SGLang cuts what comes for this rank and copies it, codes and scales alike:
+    so it is given both. What comes is a whole matrix [N, K], or a stack of them.
 
     name: of E4M3 weights; their scales are the parameter `<name>_scale_inv`.
     """
@@ -36,11 +36,12 @@ def take_floats(layer: Any, name: str) -> None:
 
     weight_loader.__signature__ = inspect.signature(load)  # type: ignore[attr-defined]
     vars(weight_loader).update(vars(function))
-    parameter.weight_loader = weight_loader
+    is_property = hasattr(parameter, "_weight_loader")
+    setattr(parameter, "_weight_loader" if is_property else "weight_loader", weight_loader)
 
 
 def _quantized(w: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scales of w [..., N, K]; of a parameter on the meta device vLLM counts elements."""
+    """Codes and scales of w [..., N, K]; where vLLM counts elements it is on the meta device."""
     if device.type != "meta":
         return quantize_128x128(w.to(device))
     *batch, n, k = w.shape
