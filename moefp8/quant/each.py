@@ -53,11 +53,13 @@ def _check(
 
 def are_ready(data: torch.Tensor, matrices: Sequence[torch.Tensor]) -> bool:
     """Whether a kernel can read all as they lie: a few passes tell, each in C."""
+    dtypes = set(map(_DTYPE, matrices))
     return (
         set(map(_DEVICE, matrices)) == {data.device}
-        and len(set(map(_DTYPE, matrices))) == 1
+        and len(dtypes) == 1
         and all(map(torch.Tensor.is_contiguous, matrices))
-        and not any(map(torch.Tensor.is_neg, matrices))
+        # Only the imaginary parts of complex numbers are negated later; none have BF16.
+        and (dtypes == {torch.bfloat16} or not any(map(torch.Tensor.is_neg, matrices)))
     )
 
 
