@@ -36,7 +36,7 @@ def _check(
     matrices: Sequence[torch.Tensor],
     places: Sequence[int],
 ) -> None:
-    _check_stack(data, scale_inv, transposed, parts)
+    check_stack(data, scale_inv, transposed, parts)
     if not _are_like(data, matrices):
         _check_matrices(data, matrices)
     num_matrices = sum(x.shape[0] if x.ndim == 3 else 1 for x in matrices)
@@ -92,9 +92,10 @@ def _check_matrices(data: torch.Tensor, matrices: Sequence[torch.Tensor]) -> Non
             )
 
 
-def _check_stack(
+def check_stack(
     data: torch.Tensor, scale_inv: torch.Tensor, transposed: torch.Tensor | None, parts: int
 ) -> None:
+    """Raise TypeError or ValueError for a stack that `quantize_128x128_each_into` refuses."""
     check_tensor(_OP, "data", data, (E4M3,), 3)
     check_tensor(_OP, "scale_inv", scale_inv, (torch.float32,), 3)
     stack, n, k = data.shape
@@ -225,7 +226,7 @@ def quantize_each(
     matrices: Sequence[torch.Tensor],
     places: Sequence[int],
 ) -> None:
-    """`quantize_128x128_each_into` for a caller that has checked all, with `are_ready` too.
+    """`quantize_128x128_each_into` for a caller that has checked all: `check_stack`, `are_ready`.
 
     Where a kernel of ours runs, a matrix then takes a tenth of a microsecond of the host.
     """

@@ -5,34 +5,46 @@ from typing import Any
 from weakref import ref
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
-from ..kernels import E4M3
-from ..kernels.common.blocks import num_blocks
 from ..kernels.common.checks import FLOATS
-from ..quant import quantize_128x128
+from ..quant import BlockScaled, quantize_128x128
 
 
-def take_floats(layer: Any, name: str) -> None:
+def take_floats(layer: Any, name: str, problem: str | None = None) -> None:
     """Let a parameter's loader quantize bf16, fp16 and fp32, too, by the rule of `convert`.
 
     A loader of vLLM or SGLang cuts what comes for this rank and copies it, codes and scales alike:
     so it is given both. What comes is a whole matrix [N, K], or a stack of them.
 
-    name: of E4M3 weights; their scales are the parameter `<name>_scale_inv`.
+    Args:
+        name: of E4M3 weights; their scales are the parameter `<name>_scale_inv`. Where the engine
+            has made that in E8M0, scales are powers of two.
+        problem: why weights of this layer cannot be quantized; then the loader raises ValueError.
     """
-    parameter, owner = getattr(layer, name), ref(layer)
+    parameter, owner, scale_name = getattr(layer, name), ref(layer), f"{name}_scale_inv"
+    ue8m0 = getattr(layer, scale_name).dtype == torch.float8_e8m0fnu
     load = parameter.weight_loader  # of the layer, which must not hold itself through it
     is_method = getattr(load, "__self__", None) is layer
     function = load.__func__ if is_method else load
 
     def weight_loader(param: Any, loaded_weight: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         before = (owner(),) if is_method else ()
-        if loaded_weight.dtype in FLOATS:
-            loaded_weight, scale_inv = _quantized(loaded_weight, param.device)
-            scales = getattr(owner(), f"{name}_scale_inv")
-            named = {key: _name_of_scales(x) for key, x in kwargs.items()}
-            function(*before, scales, scale_inv, *map(_name_of_scales, args), **named)
-        return function(*before, param, loaded_weight, *args, **kwargs)
+        if loaded_weight.dtype not in FLOATS:
+            return function(*before, param, loaded_weight, *args, **kwargs)
+        if problem is not None:
+            raise ValueError(f"{problem}; send E4M3 codes and {scale_name}, or load a checkpoint")
+        data, scale_inv = _quantized(loaded_weight, param.device, ue8m0)
+        result = function(*before, param, data, *args, **kwargs)  # it refuses what does not fit
+        scales = getattr(owner(), scale_name)
+        named = {key: _name_of_scales(x) for key, x in kwargs.items()}
+        rest = scale_inv, *map(_name_of_scales, args)
+        if param.is_meta:  # a reload of vLLM counts what each parameter gets, and loads it later
+            with _disable_current_modes():
+                scales.weight_loader(scales, *rest, **named)
+        else:
+            function(*before, scales, *rest, **named)
+        return result
 
     weight_loader.__signature__ = inspect.signature(load)  # type: ignore[attr-defined]
     vars(weight_loader).update(vars(function))
@@ -40,13 +52,11 @@ def take_floats(layer: Any, name: str) -> None:
     setattr(parameter, "_weight_loader" if is_property else "weight_loader", weight_loader)
 
 
-def _quantized(w: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scales of w [..., N, K]; where vLLM counts elements it is on the meta device."""
-    if device.type != "meta":
-        return quantize_128x128(w.to(device))
-    *batch, n, k = w.shape
-    scale_inv = torch.empty((*batch, num_blocks(n), num_blocks(k)), device=device)
-    return torch.empty_like(w, dtype=E4M3, device=device), scale_inv
+def _quantized(w: torch.Tensor, device: torch.device, ue8m0: bool) -> BlockScaled:
+    """Quantize on the parameter's device; of one on the meta device, where there is a GPU."""
+    if device.type == "meta":
+        device = torch.device("cuda") if torch.cuda.is_available() else w.device
+    return quantize_128x128(w.to(device), ue8m0=ue8m0)
 
 
 def _name_of_scales(argument: Any) -> Any:

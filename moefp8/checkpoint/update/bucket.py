@@ -10,7 +10,7 @@ from .place import PLAIN, Home, Place
 
 Came = tuple[str, Place, bool]  # what has filled a part: its name, its place, whether it is FP8
 
-_MAX_NAMES = 1 << 18
+_MAX_PARTS = 1 << 18
 _SHAPE, _DTYPE, _DEVICE, _LAYOUT = map(attrgetter, ("shape", "dtype", "device", "layout"))
 
 
@@ -63,7 +63,7 @@ class Buckets:
 
     def __init__(self) -> None:
         self._kept: dict[tuple[str, ...], Bucket] = {}
-        self._num_names = 0
+        self._num_parts = 0
 
     def find(
         self, names: tuple[str, ...], inner: tuple[str, ...], tensors: Sequence[torch.Tensor]
@@ -73,9 +73,9 @@ class Buckets:
         return bucket if bucket is not None and bucket.takes(tensors) else None
 
     def keep(self, names: tuple[str, ...], inner: tuple[str, ...], bucket: Bucket) -> None:
-        self._num_names += len(names)
-        if self._num_names > _MAX_NAMES:  # a trainer that deals them anew each time
-            self._kept, self._num_names = {}, len(names)
+        self._num_parts += len(bucket.came)
+        if self._num_parts > _MAX_PARTS:  # a trainer that deals them anew each time
+            self._kept, self._num_parts = {}, len(bucket.came)
         self._kept[_key(names, inner)] = bucket
 
 

@@ -11,7 +11,7 @@ from ...functional.training.weights import requantize
 from ...functional.transposed import kept_transposed, refresh_transposed
 from ...kernels import BLOCK, E4M3
 from ...quant import quantize_128x128
-from ...quant.each import are_ready, quantize_each
+from ...quant.each import are_ready, check_stack, quantize_each
 from ..files.names import SCALE_SUFFIX, scale_of_weight
 from ..model.slots import ModelTensor, Role
 from .bucket import Bucket
@@ -39,6 +39,7 @@ class _Stack:
         transposed = kept_transposed(weight, home.parts)
         is_matrix = transposed is not None and transposed.ndim == 2
         self.transposed = transposed[None] if transposed is not None and is_matrix else transposed
+        check_stack(self.data, self.scale_inv, self.transposed, self.parts)
 
     def quantize(self, matrices: list[torch.Tensor], places: list[int]) -> None:
         """Quantize matrices [N, K] into their places."""

@@ -9,6 +9,7 @@ from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config, Fp8LinearMethod, Fp8MoEMethod
 from vllm.platforms import current_platform
 
+from ...kernels import BLOCK
 from ..common import EXPERTS
 from ..loaders import take_floats
 from .experts import MoEFP8ExpertsMethod
@@ -42,9 +43,22 @@ def _take_floats_of_linears(method: Fp8LinearMethod) -> None:
     def create_weights(layer: Any, *args: Any, **kwargs: Any) -> None:
         create(layer, *args, **kwargs)
         if isinstance(method.fp8_linear, MoEFP8LinearKernel):
-            take_floats(layer, "weight")
+            take_floats(layer, "weight", _why_no_floats(layer))
 
     method.create_weights = create_weights
+
+
+def _why_no_floats(layer: Any) -> str | None:
+    """Why a linear cannot be quantized before it is cut, or None: blocks go across a cut."""
+    *others, last = layer.logical_widths
+    k, n = layer.input_size_per_partition, sum(layer.logical_widths)
+    is_of_rank = (k, n) != (layer.input_size, layer.output_size)
+    if not any(size % BLOCK for size in (*others, *((last, k) if is_of_rank else ()))):
+        return None
+    return (
+        f"blocks of 128x128 go across the cuts of a linear that has {layer.logical_widths} rows of "
+        f"{k} columns on this rank, of {layer.output_size} rows of {layer.input_size}"
+    )
 
 
 def register_layers() -> None:

@@ -26,7 +26,13 @@ _PARAMETERS = "w13_weight", "w13_weight_scale_inv", "w2_weight", "w2_weight_scal
 
 
 class MoEFP8Experts(mk.FusedMoEExpertsModular):
-    """`experts` for vLLM's modular kernel, which brings tokens to the ranks of their experts."""
+    """`experts` for vLLM's modular kernel, which brings tokens to the ranks of their experts.
+
+    scales: those of gate and up, and of down, as the layer has them now. vLLM gives a kernel those
+    of the time when it is made, and makes another one when weights are reloaded.
+    """
+
+    scales: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
     def expects_unquantized_inputs(self) -> bool:
@@ -97,9 +103,9 @@ class MoEFP8Experts(mk.FusedMoEExpertsModular):
                 top_k_index=topk_ids,
                 top_k_weights=topk_weights,
                 gate_up_proj=w1,
-                gate_up_proj_scale_inv=self.w1_scale,
+                gate_up_proj_scale_inv=self.scales[0] if self.scales else self.w1_scale,
                 down_proj=w2,
-                down_proj_scale_inv=self.w2_scale,
+                down_proj_scale_inv=self.scales[1] if self.scales else self.w2_scale,
                 swiglu_limit=self.quant_config.gemm1_clamp_limit,
                 masked=False,
                 num_global_experts=global_num_experts,
@@ -187,6 +193,8 @@ class MoEFP8ExpertsMethod(Fp8MoEMethod):
         parallel = self.moe.moe_parallel_config
         travels = parallel.use_all2all_kernels or parallel.dp_size > 1
         if travels or layer.apply_router_weight_on_input:
+            kernel = self.moe_kernel.impl.fused_experts
+            kernel.scales = layer.w13_weight_scale_inv, layer.w2_weight_scale_inv
             return super().apply(layer, x, topk_weights, topk_ids, *args, **kwargs)
         expert_map, expert_offset = layer.expert_map, 0
         if self.expert_offset is not None and self.expert_offset[0] is expert_map:

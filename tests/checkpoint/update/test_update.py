@@ -11,6 +11,7 @@ from torch import nn
 
 import moefp8
 from moefp8 import FP8Linear, GroupedExperts, MoE
+from moefp8.checkpoint.update.places import Places
 from tests.checkpoint.cases import (
     E,
     H,
@@ -169,6 +170,36 @@ def test_the_same_names_bring_other_values_and_dtypes(tmp_path, form, rename):
     codes = deepseek_tensors(1)
     update(model, {prefix + key: x for key, x in codes.items()}, rename=rename)
     assert_same_model(model, loaded(tmp_path, codes, Tiny(1)))
+
+
+def test_names_that_came_before_are_known():
+    """Else each tensor would be looked at again."""
+    tensors, model = trainer_tensors(), spoiled_tiny()
+    names = tuple(tensors)
+    for is_known in (False, True, True):
+        places, _ = Places.of(model)
+        found = places.buckets.find(names, names, tuple(tensors.values()))
+        assert (found is not None) == is_known
+        update(model, tensors)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda x: torch.zeros(x.shape[::-1]).t(),
+        lambda x: x.bfloat16(),
+        lambda x: torch.zeros(1, 1),
+        lambda x: torch.zeros(x.shape, device="meta"),
+    ],
+)
+def test_scales_that_no_kernel_could_write_are_refused(spoil):
+    linear = FP8Linear(256, 512, bias=False)
+    linear._parameters["weight_scale_inv"] = nn.Parameter(
+        spoil(linear.weight_scale_inv.detach()), requires_grad=False
+    )
+    with emulated() as gpu, pytest.raises((TypeError, ValueError)):
+        update(linear, {"weight": torch.randn(512, 256).bfloat16()})
+    assert gpu.launched == []
 
 
 def test_names_of_a_trainer():

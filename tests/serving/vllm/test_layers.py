@@ -201,27 +201,105 @@ def test_experts_are_loaded_from_weights_in_16_and_32_bits(config, device, dtype
         assert torch.equal(apply(routed, x, scores, ids), ours(x, ids, scores))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_linears_are_loaded_from_weights_in_16_and_32_bits(config, device, dtype):
+def merged(config, device, *sizes):
     from vllm.model_executor.layers.linear import MergedColumnParallelLinear
 
+    merged.count += 1
+    prefix, options = f"merged.{merged.count}", {"bias": False, "params_dtype": torch.bfloat16}
     with device:
-        theirs = MergedColumnParallelLinear(
-            H, [384, 128], bias=False, params_dtype=torch.bfloat16, quant_config=config, prefix="c"
+        return MergedColumnParallelLinear(
+            H, list(sizes), quant_config=config, prefix=prefix, **options
         )
+
+
+merged.count = 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("e8m0", [False, True])
+def test_linears_are_loaded_from_weights_in_16_and_32_bits(config, device, dtype, e8m0):
+    """Scales are powers of two where those of the checkpoint are."""
+    config.is_scale_e8m0 = e8m0
+    theirs = merged(config, device, 384, 100)
     for seed in (0, 1):
         torch.manual_seed(seed)
-        pieces = [torch.randn(n, H).to(dtype) for n in (384, 128)]
+        pieces = [torch.randn(n, H).to(dtype) for n in (384, 100)]
         for number, piece in enumerate(pieces):
             theirs.weight.weight_loader(theirs.weight, piece, number)
         theirs.quant_method.process_weights_after_loading(theirs)
-        weight = torch.cat(pieces).to(device)
-        codes, scale_inv = quantize_128x128(weight)
-        ours = FP8Linear(H, 512, bias=False, device=device)
+        codes, scale_inv = quantize_128x128(torch.cat(pieces).to(device), ue8m0=e8m0)
+        ours = FP8Linear(H, 484, bias=False, device=device)
         ours.weight.data.copy_(codes)
         ours.weight_scale_inv.data.copy_(scale_inv)
         x = torch.randn(5, H, device=device).bfloat16()
         assert torch.equal(theirs(x)[0], ours(x))
+
+
+@pytest.mark.parametrize("sizes", [(192, 128), (64, 64)])
+def test_floats_whose_blocks_go_across_cuts_are_refused(config, device, sizes):
+    theirs = merged(config, device, *sizes)
+    with pytest.raises(ValueError, match="blocks of 128x128 go across the cuts of a linear"):
+        theirs.weight.weight_loader(theirs.weight, torch.randn(sizes[0], H).bfloat16(), 0)
+
+
+def test_a_weight_that_does_not_fit_changes_nothing(config, device):
+    theirs = merged(config, device, 384, 128)
+    before = [x.detach().clone() for x in (theirs.weight, theirs.weight_scale_inv)]
+    with pytest.raises((AssertionError, RuntimeError)):
+        theirs.weight.weight_loader(theirs.weight, torch.randn(383, H).bfloat16(), 0)
+    for old, new in zip(before, (theirs.weight, theirs.weight_scale_inv), strict=True):
+        assert torch.equal(old.view(torch.uint8), new.view(torch.uint8))
+
+
+def test_a_layer_is_complete_when_its_last_weight_has_come(config, device):
+    """In a reload, vLLM counts elements, and loads a layer that has all."""
+    from vllm.model_executor.layers.linear import ReplicatedLinear
+    from vllm.model_executor.model_loader import reload
+
+    with device:
+        one = ReplicatedLinear(
+            H, 384, bias=False, params_dtype=torch.bfloat16, quant_config=config, prefix="d"
+        )
+    experts, two = made(config, device), merged(config, device, 384, 128)
+    model = torch.nn.ModuleDict({"one": one, "two": two, "experts": experts})
+    shapes = {"w1": (I, H), "w3": (I, H), "w2": (H, I)}
+    weights = {name: torch.randn(E, *shape).bfloat16() for name, shape in shapes.items()}
+    with device:
+        reload.record_metadata_for_reloading(model)
+
+    def load_all() -> None:
+        for layer, pieces in ((one, (384,)), (two, (384, 128))):
+            sent = [torch.randn(rows, H).bfloat16() for rows in pieces]
+            for number, w in enumerate(sent):
+                shard = (number,) if len(pieces) > 1 else ()
+                assert layer.weight.is_meta == is_reload
+                layer.weight.weight_loader(layer.weight, w, *shard)
+            assert not layer.weight.is_meta
+            for w in sent:  # a sender may use its memory again
+                w.zero_()
+        for name, w in weights.items():
+            stack = "w2_weight" if name == "w2" else "w13_weight"
+            parameter = getattr(experts, stack)
+            for expert in range(E):
+                told = f"layers.0.mlp.experts.{stack}"
+                parameter.weight_loader(parameter, w[expert], told, name, expert)
+        assert not experts.w2_weight.is_meta
+
+    is_reload = False
+    load_all()
+    for layer in (one, two, experts):
+        layer.quant_method.process_weights_after_loading(layer)
+    torch.manual_seed(3)
+    reload.initialize_layerwise_reload(model)
+    is_reload = True
+    load_all()
+    torch.manual_seed(3)
+    for layer, pieces in ((one, (384,)), (two, (384, 128))):
+        codes, scale_inv = quantize_128x128(
+            torch.cat([torch.randn(n, H).bfloat16() for n in pieces]).to(device)
+        )
+        assert torch.equal(layer.weight.view(torch.uint8), codes.view(torch.uint8))
+        assert torch.equal(layer.weight_scale_inv, scale_inv)
 
 
 def test_each_reason_to_leave_experts_to_vllm_is_told(config, device):
