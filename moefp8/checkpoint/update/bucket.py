@@ -1,6 +1,7 @@
 """What comes in one call, and what its names alone tell of it."""
 
 from collections.abc import Iterable, Sequence
+from itertools import count
 from operator import attrgetter, eq
 
 import torch
@@ -11,6 +12,7 @@ from .place import PLAIN, Home, Place
 Came = tuple[str, Place, bool]  # what has filled a part: its name, its place, whether it is FP8
 
 _MAX_PARTS = 1 << 18
+_NUMBERS = count()
 _SHAPE, _DTYPE, _DEVICE, _LAYOUT = map(attrgetter, ("shape", "dtype", "device", "layout"))
 
 
@@ -20,7 +22,8 @@ class Bucket:
     A trainer sends 20,000 tensors by the same names again and again, so a bucket is kept, and
     `takes` tells in a few passes whether it stands for other tensors as well.
 
-    came: what fills each part. begun: the weights that it fills, or scales. stacks: of matrices of
+    came: what fills each part. begun: the weights that it fills, or scales; whole: those of which
+    it has all parts. stacks: of matrices of
     stacks that are to be quantized, which tensors they are and where they go. rest: place and
     number of each other tensor that is written.
     """
@@ -33,6 +36,7 @@ class Bucket:
     ) -> None:
         self.shapes, self.dtypes = list(map(_SHAPE, tensors)), list(map(_DTYPE, tensors))
         self.came, self.begun = came, dict[Home, None]()
+        self._number, self._apart = next(_NUMBERS), set[int]()
         self.has_scales, self.has_codes = False, any(is_fp8 for _, _, is_fp8 in came.values())
         self.stacks: dict[Home, tuple[list[int], list[int]]] = {}
         self.rest: list[tuple[Place, int]] = []
@@ -46,6 +50,13 @@ class Bucket:
                 places.append(place.first)
             else:
                 self.rest.append((place, number))
+        self.whole = [home for home in self.begun if home.needed.keys() <= came.keys()]
+
+    def is_apart_from(self, other: "Bucket") -> bool:
+        """Whether no part is in both; noted, since a trainer sends the same buckets again."""
+        if other._number not in self._apart and self.came.keys().isdisjoint(other.came):
+            self._apart.add(other._number)
+        return other._number in self._apart
 
     def takes(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether these are like those that it was made of, and their values can be read."""

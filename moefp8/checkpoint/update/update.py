@@ -88,7 +88,8 @@ class Update:
         self._model, self._rename = model, rename
         self._places, tensors = Places.of(model)
         self._writer: Writer | None = Writer(model, self._places, tensors)
-        self._came: dict[str, Came] = {}  # by part
+        self._parts: dict[str, Came] = {}  # by part, without those of:
+        self._known_buckets: list[Bucket] = []
         self._has_scales = self._has_codes = False  # whether some came
         self._begun: dict[Home, None] = {}
         meta = [owner.names[0] for owner, x in tensors.items() if x.is_meta]
@@ -110,8 +111,12 @@ class Update:
         inner = names
         if self._rename is not None:
             inner = tuple([renamed(name, self._rename) for name in names])
-        bucket = self._known(names, inner, tensors) or self._match(names, inner, tensors)
-        self._came |= bucket.came
+        bucket = self._known(names, inner, tensors)
+        if bucket is not None:
+            self._known_buckets.append(bucket)
+        else:
+            bucket = self._match(names, inner, tensors)
+            self._parts |= bucket.came
         self._begun |= bucket.begun
         self._has_scales |= bucket.has_scales
         self._has_codes |= bucket.has_codes
@@ -120,7 +125,17 @@ class Update:
     def _known(self, names: _Names, inner: _Names, tensors: _Tensors) -> Bucket | None:
         """The bucket that came with these names before, in another block, if nothing differs."""
         found = None if self._has_scales else self._places.buckets.find(names, inner, tensors)
-        return found if found is not None and self._came.keys().isdisjoint(found.came) else None
+        if found is None or not self._parts.keys().isdisjoint(found.came):
+            return None
+        return found if all(map(found.is_apart_from, self._known_buckets)) else None
+
+    @property
+    def _came(self) -> dict[str, Came]:
+        """What has come, by part."""
+        for bucket in self._known_buckets:
+            self._parts |= bucket.came
+        self._known_buckets.clear()
+        return self._parts
 
     def _match(self, names: _Names, inner: _Names, tensors: _Tensors) -> Bucket:
         """Find the place of each tensor. Raises ValueError with a sentence for each misfit.
@@ -229,14 +244,17 @@ class Update:
             )
 
     def _missing(self) -> Iterator[str]:
-        for home in self._begun:
-            if not self._has_codes and home.needed.keys() <= self._came.keys():
+        whole = {home for bucket in self._known_buckets for home in bucket.whole}
+        rest = self._begun.keys() - whole if not self._has_codes else self._begun.keys()
+        came = self._came if rest else {}
+        for home in self._begun if rest else ():
+            if home not in rest or (not self._has_codes and home.needed.keys() <= came.keys()):
                 continue
             for part in home.needed:
-                weight = self._came.get(part)
+                weight = came.get(part)
                 if weight is None:
                     yield part
-                elif weight[2] and part + SCALE_SUFFIX not in self._came:
+                elif weight[2] and part + SCALE_SUFFIX not in came:
                     yield part + SCALE_SUFFIX
 
 
