@@ -51,24 +51,14 @@ def _check(
         )
 
 
-def are_ready(data: torch.Tensor, matrices: Sequence[torch.Tensor]) -> bool:
-    """Whether a kernel can read all as they lie: a few passes tell, each in C."""
-    dtypes = set(map(_DTYPE, matrices))
-    return (
-        set(map(_DEVICE, matrices)) == {data.device}
-        and len(dtypes) == 1
-        and all(map(torch.Tensor.is_contiguous, matrices))
-        # Only the imaginary parts of complex numbers are negated later; none have BF16.
-        and (dtypes == {torch.bfloat16} or not any(map(torch.Tensor.is_neg, matrices)))
-    )
-
-
 def _are_like(data: torch.Tensor, matrices: Sequence[torch.Tensor]) -> bool:
-    """Whether all are matrices that fit the stack."""
+    """Whether all are matrices that fit the stack: a few passes tell, each in C."""
     return (
         set(map(_SHAPE, matrices)) == {data.shape[1:]}
-        and are_ready(data, matrices)
+        and set(map(_DEVICE, matrices)) == {data.device}
+        and len(set(map(_DTYPE, matrices))) == 1
         and matrices[0].dtype in FLOATS
+        and all(map(torch.Tensor.is_contiguous, matrices))
     )
 
 
@@ -226,7 +216,7 @@ def quantize_each(
     matrices: Sequence[torch.Tensor],
     places: Sequence[int],
 ) -> None:
-    """`quantize_128x128_each_into` for a caller that has checked all: `check_stack`, `are_ready`.
+    """`quantize_128x128_each_into` for a caller that has checked all that it checks.
 
     Where a kernel of ours runs, a matrix then takes a tenth of a microsecond of the host.
     """

@@ -11,7 +11,7 @@ from ...kernels import E4M3
 from ..files.config import says_separate
 from ..files.names import SCALE_SUFFIX, renamed
 from ..model.slots import not_dense
-from .bucket import Bucket, Came
+from .bucket import Bucket, Came, device_of_all
 from .place import PLAIN, Arrival, Home, Place
 from .places import Places, config_of, listed
 from .write import Writer
@@ -111,7 +111,8 @@ class Update:
         inner = names
         if self._rename is not None:
             inner = tuple([renamed(name, self._rename) for name in names])
-        bucket = self._known(names, inner, tensors)
+        device = device_of_all(tensors)
+        bucket = self._known(names, inner, tensors, device)
         if bucket is not None:
             self._known_buckets.append(bucket)
         else:
@@ -120,11 +121,14 @@ class Update:
         self._begun |= bucket.begun
         self._has_scales |= bucket.has_scales
         self._has_codes |= bucket.has_codes
-        self._writer.write(bucket, tensors)
+        self._writer.write(bucket, tensors, device)
 
-    def _known(self, names: _Names, inner: _Names, tensors: _Tensors) -> Bucket | None:
+    def _known(
+        self, names: _Names, inner: _Names, tensors: _Tensors, device: torch.device | None
+    ) -> Bucket | None:
         """The bucket that came with these names before, in another block, if nothing differs."""
-        found = None if self._has_scales else self._places.buckets.find(names, inner, tensors)
+        buckets = self._places.buckets
+        found = None if self._has_scales else buckets.find(names, inner, tensors, device)
         if found is None or not self._parts.keys().isdisjoint(found.came):
             return None
         return found if all(map(found.is_apart_from, self._known_buckets)) else None

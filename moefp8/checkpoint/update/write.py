@@ -11,7 +11,7 @@ from ...functional.training.weights import requantize
 from ...functional.transposed import kept_transposed, refresh_transposed
 from ...kernels import BLOCK, E4M3
 from ...quant import quantize_128x128
-from ...quant.each import are_ready, check_stack, quantize_each
+from ...quant.each import check_stack, quantize_each
 from ..files.names import SCALE_SUFFIX, scale_of_weight
 from ..model.slots import ModelTensor, Role
 from .bucket import Bucket
@@ -22,7 +22,7 @@ FOLLOWERS: list[Callable[[nn.Module], Iterable[torch.Tensor]]] = []
 """What else is made of a model's weights: each makes it again where these have changed, in the same
 memory, and yields its tensors."""
 
-_DTYPE = attrgetter("dtype")
+_DTYPE, _IS_NEG = attrgetter("dtype"), torch.Tensor.is_neg
 _AT_ONCE = 256  # matrices of one launch; so many that are copied first take memory at once
 
 
@@ -41,10 +41,16 @@ class _Stack:
         self.transposed = transposed[None] if transposed is not None and is_matrix else transposed
         check_stack(self.data, self.scale_inv, self.transposed, self.parts)
 
-    def quantize(self, matrices: list[torch.Tensor], places: list[int]) -> None:
-        """Quantize matrices [N, K] into their places."""
+    def quantize(
+        self, matrices: list[torch.Tensor], places: list[int], dtype: torch.dtype | None
+    ) -> None:
+        """Quantize matrices [N, K] into their places.
+
+        dtype: that of all, if a kernel can read all as they lie.
+        """
         stack, device = (self.data, self.scale_inv, self.transposed, self.parts), self.data.device
-        if are_ready(self.data, matrices):
+        # Only the imaginary parts of complex numbers are negated later; none have BF16.
+        if dtype is torch.bfloat16 or (dtype is not None and not any(map(_IS_NEG, matrices))):
             quantize_each(*stack, matrices, places)
             return
         for dtype in set(map(_DTYPE, matrices)):
@@ -79,13 +85,16 @@ class Writer:
         self._scales: set[str] = set()
 
     @torch.inference_mode()  # else tensors that were made in this mode could not be written to
-    def write(self, bucket: Bucket, tensors: Sequence[torch.Tensor]) -> None:
-        """Write the tensors of a bucket."""
+    def write(
+        self, bucket: Bucket, tensors: Sequence[torch.Tensor], device: torch.device | None
+    ) -> None:
+        """Write the tensors of a bucket. device: that of all, by `device_of_all`."""
         copies: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         halves: list[str] = []
         written: set[ModelTensor] = set()
-        for home, (numbers, places) in bucket.stacks.items():
-            self._stack_of(home).quantize([tensors[i] for i in numbers], places)
+        for home, (numbers, places, dtype) in bucket.stacks.items():
+            stack, chosen = self._stack_of(home), [tensors[i] for i in numbers]
+            stack.quantize(chosen, places, dtype if stack.data.device == device else None)
         for place, number in bucket.rest:
             home, tensor = place.home, tensors[number]
             if place.count and place.is_weight and tensor.dtype is not E4M3:

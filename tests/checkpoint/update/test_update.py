@@ -11,6 +11,7 @@ from torch import nn
 
 import moefp8
 from moefp8 import FP8Linear, GroupedExperts, MoE
+from moefp8.checkpoint.update.bucket import device_of_all
 from moefp8.checkpoint.update.places import Places
 from tests.checkpoint.cases import (
     E,
@@ -178,7 +179,8 @@ def test_names_that_came_before_are_known():
     names = tuple(tensors)
     for is_known in (False, True, True):
         places, _ = Places.of(model)
-        found = places.buckets.find(names, names, tuple(tensors.values()))
+        sent = tuple(tensors.values())
+        found = places.buckets.find(names, names, sent, device_of_all(sent))
         assert (found is not None) == is_known
         update(model, tensors)
 
