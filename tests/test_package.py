@@ -53,9 +53,10 @@ ALLOWED = {
         *("kernels", "quant", "routing", "functional", "layers", "distributed", "checkpoint"),
         "hf",
     },
-    "serving/sglang": {"serving/sglang", "serving/common", "functional"},
-    "serving/vllm": {"serving/vllm", "serving/common", "functional"},
+    "serving/sglang": {"serving/sglang", "serving/common", "serving/loaders", "functional"},
+    "serving/vllm": {"serving/vllm", "serving/common", "serving/loaders", "functional"},
     "serving/common": {"kernels", "layers", "precompile", "system"},
+    "serving/loaders": {"kernels", "quant"},
     "serving": set(),
     "__main__": {"cli"},
 }

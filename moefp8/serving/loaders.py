@@ -1,12 +1,14 @@
 """Weights in 16 or 32 bits that come for FP8 parameters of an engine, as trainers send them."""
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 from weakref import ref
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ..kernels import BLOCK
 from ..kernels.common.checks import FLOATS
 from ..quant import BlockScaled, quantize_128x128
 
@@ -50,6 +52,18 @@ def take_floats(layer: Any, name: str, problem: str | None = None) -> None:
     vars(weight_loader).update(vars(function))
     is_property = hasattr(parameter, "_weight_loader")
     setattr(parameter, "_weight_loader" if is_property else "weight_loader", weight_loader)
+
+
+def cut_problem(rows: Sequence[int], k: int, *, is_of_rank: bool) -> str | None:
+    """Why weights cannot be quantized before they are cut, or None: blocks go across a cut.
+
+    rows: of each piece that lies here, one after the other. k: columns. is_of_rank: whether other
+    ranks go on where these end.
+    """
+    *others, last = rows
+    if not any(size % BLOCK for size in (*others, *((last, k) if is_of_rank else ()))):
+        return None
+    return f"blocks of 128x128 go across the cuts of a linear that has {rows} rows of {k} columns"
 
 
 def _quantized(w: torch.Tensor, device: torch.device, ue8m0: bool) -> BlockScaled:

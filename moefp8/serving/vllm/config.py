@@ -9,9 +9,8 @@ from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config, Fp8LinearMethod, Fp8MoEMethod
 from vllm.platforms import current_platform
 
-from ...kernels import BLOCK
 from ..common import EXPERTS
-from ..loaders import take_floats
+from ..loaders import cut_problem, take_floats
 from .experts import MoEFP8ExpertsMethod
 from .linear import MoEFP8LinearKernel
 from .model import ServedModel
@@ -49,16 +48,10 @@ def _take_floats_of_linears(method: Fp8LinearMethod) -> None:
 
 
 def _why_no_floats(layer: Any) -> str | None:
-    """Why a linear cannot be quantized before it is cut, or None: blocks go across a cut."""
-    *others, last = layer.logical_widths
+    """Why a linear cannot be quantized before vLLM cuts it, or None."""
     k, n = layer.input_size_per_partition, sum(layer.logical_widths)
     is_of_rank = (k, n) != (layer.input_size, layer.output_size)
-    if not any(size % BLOCK for size in (*others, *((last, k) if is_of_rank else ()))):
-        return None
-    return (
-        f"blocks of 128x128 go across the cuts of a linear that has {layer.logical_widths} rows of "
-        f"{k} columns on this rank, of {layer.output_size} rows of {layer.input_size}"
-    )
+    return cut_problem(layer.logical_widths, k, is_of_rank=is_of_rank)
 
 
 def register_layers() -> None:

@@ -188,6 +188,13 @@ def precompile(device: str) -> Any:
 
 
 @case
+def precompile_for_new_weights(device: str) -> Any:
+    write_checkpoint("qwen3_moe")
+    sizes = "--max-tokens", "1", "--num-sms", "132"
+    return run_command("precompile", "CHECKPOINT", *sizes, "--updating", "bfloat16")[:1]
+
+
+@case
 def serve(device: str) -> Any:
     """What it refuses before transformers' server starts."""
     write_checkpoint("qwen3_moe")

@@ -42,6 +42,12 @@ def backward(device: str) -> Any:
 
 
 @case
+def new_weights(device: str) -> Any:
+    linear = moefp8.FP8Linear(256, 128, device="meta")
+    return _counted(moefp8.precompile(linear, 1, updating=BF16))
+
+
+@case
 def errors(device: str) -> Any:
     experts = moefp8.GroupedExperts(4, 256, 128, device="meta")
     return [
