@@ -5,8 +5,9 @@ M matrices [N, K] become some of the S matrices of a stack; they come one by one
 of `numerics.py`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
+from typing import NamedTuple
 
 import torch
 
@@ -26,17 +27,27 @@ from .each_launch import MAX_MATRICES, MAX_STACK, is_vectorized, prepare_each, w
 
 _OP = "quantize_128x128_each_into"
 _DTYPE, _SHAPE, _DEVICE = map(attrgetter, ("dtype", "shape", "device"))
+Matrices = Sequence[torch.Tensor]
+Places = Sequence[int]
 
 
-def _check(
-    data: torch.Tensor,
-    scale_inv: torch.Tensor,
-    transposed: torch.Tensor | None,
-    parts: int,
-    matrices: Sequence[torch.Tensor],
-    places: Sequence[int],
-) -> None:
-    check_stack(data, scale_inv, transposed, parts)
+class Stack(NamedTuple):
+    """FP8 weights as matrices that are cut into blocks one by one.
+
+    data: e4m3 [S, N, K], and scale_inv: fp32 [S, ceil(N/128), ceil(K/128)], both contiguous.
+    transposed: W^T of data, e4m3 [S / parts, K, parts * width], N <= width <= N rounded up to 128;
+    or None. Columns after the N of a part become zeros.
+    """
+
+    data: torch.Tensor
+    scale_inv: torch.Tensor
+    transposed: torch.Tensor | None
+    parts: int
+
+
+def _check(stack: Stack, matrices: Matrices, places: Places) -> None:
+    check_stack(stack)
+    data = stack.data
     if not _are_like(data, matrices):
         _check_matrices(data, matrices)
     num_matrices = sum(x.shape[0] if x.ndim == 3 else 1 for x in matrices)
@@ -82,10 +93,9 @@ def _check_matrices(data: torch.Tensor, matrices: Sequence[torch.Tensor]) -> Non
             )
 
 
-def check_stack(
-    data: torch.Tensor, scale_inv: torch.Tensor, transposed: torch.Tensor | None, parts: int
-) -> None:
-    """Raise TypeError or ValueError for a stack that `quantize_128x128_each_into` refuses."""
+def check_stack(checked: Stack) -> None:
+    """Raise TypeError or ValueError for a stack that is not as `Stack` says."""
+    data, scale_inv, transposed, parts = checked
     check_tensor(_OP, "data", data, (E4M3,), 3)
     check_tensor(_OP, "scale_inv", scale_inv, (torch.float32,), 3)
     stack, n, k = data.shape
@@ -116,15 +126,9 @@ def check_stack(
         )
 
 
-def _body(
-    data: torch.Tensor,
-    scale_inv: torch.Tensor,
-    transposed: torch.Tensor | None,
-    parts: int,
-    matrices: Sequence[torch.Tensor],
-    places: Sequence[int],
-) -> None:
-    _check(data, scale_inv, transposed, parts, matrices, places)
+def _body(stack: Stack, matrices: Matrices, places: Places) -> None:
+    _check(stack, matrices, places)
+    data, scale_inv, transposed, parts = stack
     n = data.shape[1]
     each = [w for x in matrices for w in (x if x.ndim == 3 else [x])]
     for w, place in zip(each, places, strict=True):
@@ -147,32 +151,19 @@ def _addresses(matrices: Sequence[torch.Tensor], num_matrices: int) -> list[int]
     return addresses
 
 
-def _launch(
-    data: torch.Tensor,
-    scale_inv: torch.Tensor,
-    transposed: torch.Tensor | None,
-    parts: int,
-    matrices: Sequence[torch.Tensor],
-    places: Sequence[int],
-) -> None:
+def _launch(stack: Stack, matrices: Matrices, places: Places) -> None:
     """One kernel on the current stream for each 256 matrices that have elements."""
-    _check(data, scale_inv, transposed, parts, matrices, places)
-    _launch_checked(data, scale_inv, transposed, parts, matrices, places)
+    _check(stack, matrices, places)
+    _launch_checked(stack, matrices, places)
 
 
-def _launch_checked(
-    data: torch.Tensor,
-    scale_inv: torch.Tensor,
-    transposed: torch.Tensor | None,
-    parts: int,
-    matrices: Sequence[torch.Tensor],
-    places: Sequence[int],
-) -> None:
+def _launch_checked(stack: Stack, matrices: Matrices, places: Places) -> None:
+    data, scale_inv, transposed, parts = stack
     if data.numel() == 0 or not places:
         return
     dtype, k, device_index = matrices[0].dtype, data.shape[2], data.get_device()
     layouts = layout_of(data), None if transposed is None else layout_of(transposed)
-    stack = (
+    stack_addresses = (
         data.data_ptr(),
         scale_inv.data_ptr(),
         0 if transposed is None else transposed.data_ptr(),
@@ -191,39 +182,33 @@ def _launch_checked(
                 size, dtype, data, transposed, parts, vectorized=vectorized
             ),
         )
-        launch.on(device_index, (*stack, *addresses, *words))
+        launch.on(device_index, (*stack_addresses, *addresses, *words))
+
+
+def _with_stack(body: Callable[[Stack, Matrices, Places], None]) -> Callable[..., None]:
+    return lambda *arguments: body(Stack(*arguments[:4]), *arguments[4:])
 
 
 # Quantizes each of `matrices`, [N, K] or stacks [n, N, K], contiguous and of one dtype (bf16, fp16
-# or fp32), into the place of the stack that `places` tells for it. The stack is data e4m3 [S, N, K]
-# and scale_inv fp32 [S, ceil(N/128), ceil(K/128)], both contiguous, and its transpose e4m3
-# [S / parts, K, parts * width], N <= width <= N rounded up to 128, whose columns after the N of a
-# part become zeros. Places differ.
+# or fp32), into the place of the stack that `places` tells for it. The stack is as in `Stack`.
+# Places differ.
 quantize_128x128_each_into = register(
     f"{_OP}(Tensor(a!) data, Tensor(b!) scale_inv, Tensor(c!)? transposed, int parts, "
     "Tensor[] matrices, int[] places) -> ()",
-    _body,
-    _check,
-    _launch,
+    _with_stack(_body),
+    _with_stack(_check),
+    _with_stack(_launch),
 )
 
 
-def quantize_each(
-    data: torch.Tensor,
-    scale_inv: torch.Tensor,
-    transposed: torch.Tensor | None,
-    parts: int,
-    matrices: Sequence[torch.Tensor],
-    places: Sequence[int],
-) -> None:
+def quantize_each(stack: Stack, matrices: Matrices, places: Places) -> None:
     """`quantize_128x128_each_into` for a caller that has checked all that it checks.
 
     Where a kernel of ours runs, a matrix then takes a tenth of a microsecond of the host.
     """
-    if not any_watches() and current_driver().runs_our_kernels(data.get_device()):
-        _launch_checked(data, scale_inv, transposed, parts, matrices, places)
-        written = [x for x in (data, scale_inv, transposed) if x is not None]
+    if not any_watches() and current_driver().runs_our_kernels(stack.data.get_device()):
+        _launch_checked(stack, matrices, places)
+        written = [x for x in stack[:3] if x is not None]
         torch.autograd.graph.increment_version(written)
     else:
-        stack = data, scale_inv, transposed, parts
         quantize_128x128_each_into(*stack, list(matrices), list(places))

@@ -11,7 +11,7 @@ from ...functional.training.weights import requantize
 from ...functional.transposed import kept_transposed, refresh_transposed
 from ...kernels import BLOCK, E4M3
 from ...quant import quantize_128x128
-from ...quant.each import check_stack, quantize_each
+from ...quant.each import Stack, check_stack, quantize_each
 from ..files.names import SCALE_SUFFIX, scale_of_weight
 from ..model.slots import ModelTensor, Role
 from .bucket import Bucket
@@ -27,19 +27,18 @@ _AT_ONCE = 256  # matrices of one launch; so many that are copied first take mem
 
 
 class _Stack:
-    """An FP8 weight as matrices [N, K] that are cut into blocks one by one, and their scales.
-
-    transposed: W^T that is kept, and is written with the weight; None if nothing is kept.
-    """
+    """An FP8 weight and its `codes`, as kernels write them: W^T too, if it is kept."""
 
     def __init__(self, home: Home, weight: torch.Tensor, scale_inv: torch.Tensor) -> None:
-        self.weight, self.parts, size = weight, home.parts, home.num_matrices
-        self.data = weight.detach().view(size, -1, weight.shape[-1])
-        self.scale_inv = scale_inv.detach().view(size, -1, scale_inv.shape[-1])
+        self.weight, size = weight, home.num_matrices
         transposed = kept_transposed(weight, home.parts)
-        is_matrix = transposed is not None and transposed.ndim == 2
-        self.transposed = transposed[None] if transposed is not None and is_matrix else transposed
-        check_stack(self.data, self.scale_inv, self.transposed, self.parts)
+        self.codes = Stack(
+            weight.detach().view(size, -1, weight.shape[-1]),
+            scale_inv.detach().view(size, -1, scale_inv.shape[-1]),
+            transposed[None] if transposed is not None and transposed.ndim == 2 else transposed,
+            home.parts,
+        )
+        check_stack(self.codes)
 
     def quantize(
         self, matrices: list[torch.Tensor], places: list[int], dtype: torch.dtype | None
@@ -48,25 +47,27 @@ class _Stack:
 
         dtype: that of all, if a kernel can read all as they lie.
         """
-        stack, device = (self.data, self.scale_inv, self.transposed, self.parts), self.data.device
         # Only the imaginary parts of complex numbers are negated later; none have BF16.
         if dtype is torch.bfloat16 or (dtype is not None and not any(map(_IS_NEG, matrices))):
-            quantize_each(*stack, matrices, places)
+            quantize_each(self.codes, matrices, places)
             return
         for dtype in set(map(_DTYPE, matrices)):
             chosen = [i for i, x in enumerate(matrices) if x.dtype is dtype]
             for first in range(0, len(chosen), _AT_ONCE):
                 some = chosen[first : first + _AT_ONCE]
-                held = [matrices[i].to(device).contiguous().resolve_neg() for i in some]
-                quantize_each(*stack, held, [places[i] for i in some])
+                held = [self._held(matrices[i]) for i in some]
+                quantize_each(self.codes, held, [places[i] for i in some])
 
     def quantize_stack(self, place: Place, tensor: torch.Tensor) -> None:
         """Quantize a tensor [E, rows, K] into its place."""
         held = tensor if place.stored is None else tensor[place.stored]
-        held = held.to(self.data.device).reshape(place.count, *self.data.shape[1:]).contiguous()
-        stack = self.data, self.scale_inv, self.transposed, self.parts
+        matrices = held.reshape(place.count, *self.codes.data.shape[1:])
         places = range(place.first, place.first + place.count)
-        quantize_each(*stack, [held.resolve_neg()], places)
+        quantize_each(self.codes, [self._held(matrices)], places)
+
+    def _held(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor as a kernel can read it."""
+        return tensor.to(self.codes.data.device).contiguous().resolve_neg()
 
 
 class Writer:
@@ -94,7 +95,7 @@ class Writer:
         written: set[ModelTensor] = set()
         for home, (numbers, places, dtype) in bucket.stacks.items():
             stack, chosen = self._stack_of(home), [tensors[i] for i in numbers]
-            stack.quantize(chosen, places, dtype if stack.data.device == device else None)
+            stack.quantize(chosen, places, dtype if stack.codes.data.device == device else None)
         for place, number in bucket.rest:
             home, tensor = place.home, tensors[number]
             if place.count and place.is_weight and tensor.dtype is not E4M3:
@@ -132,7 +133,7 @@ class Writer:
         written = {
             home: stack.weight
             for home, stack in self._stacks.items()
-            if stack.transposed is not None and home not in self._copied
+            if stack.codes.transposed is not None and home not in self._copied
         }
         refresh_transposed(weights, written.values())
         requantize([self.tensors[home.owner] for home in self._masters])
