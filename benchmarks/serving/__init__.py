@@ -19,7 +19,7 @@ ENGINES: dict[str, tuple[dict[str, str], dict[str, str]]] = {
     OURS: ({"MOEFP8_VLLM": "1"}, {}),
     DEFAULT: ({}, {}),
     "triton": ({"VLLM_USE_DEEP_GEMM": "0"}, {}),
-    # Its warm-up compiles 1,503 kernels at two a second; here the first rounds compile what they need.
+    # Its warm-up compiles 1,503 kernels at two a second; here its first rounds compile theirs.
     "deep_gemm": ({"VLLM_DEEP_GEMM_WARMUP": "skip"}, {"moe_backend": "deep_gemm"}),
 }
 TITLES = {
