@@ -19,7 +19,6 @@ the `quantize` functions.
 """
 
 import argparse
-import atexit
 import gc
 import json
 import math
@@ -199,7 +198,6 @@ def _group_of_one_rank() -> Any:
         if DEVICE == "cuda":
             options["device_id"] = torch.device(DEVICE, torch.cuda.current_device())
         distributed.init_process_group("nccl" if DEVICE == "cuda" else "gloo", **options)
-        atexit.register(distributed.destroy_process_group)
     return distributed.group.WORLD
 
 
@@ -282,6 +280,8 @@ def work() -> None:
             except Exception as error:
                 answer = f"{type(error).__name__}: {error}".splitlines()[0]
             print(answer, flush=True)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def _captured(call: Call) -> Call:

@@ -3,8 +3,11 @@
 import json
 
 import pytest
+import torch
 
 from benchmarks import house
+from benchmarks.host_time import NullDriver
+from moefp8.kernels import jit, num_blocks
 from tests.benchmarks.cases import run_main
 
 PACKAGE = {
@@ -92,6 +95,24 @@ def test_a_repeated_call_calls_as_many_functions_each_time():
     (linear, experts, step), (*again, _) = (house.python_calls().values() for _ in range(2))
     assert again == [linear, experts]
     assert 10 < linear < experts < step
+
+
+def test_each_call_of_ours_is_seen_once():
+    seen = []
+    with house.profiled(seen.append):
+        num_blocks(129)  # which calls another function of that file
+    assert seen == ["kernels/common/blocks.py"] * 2
+
+
+@torch.no_grad()
+def test_a_repeated_call_launches_a_graph_as_on_a_gpu():
+    with jit.using(NullDriver()):
+        call, seen = house.experts(), list[str]()
+        for _ in range(3):
+            call()
+        with house.profiled(seen.append):
+            call()
+    assert seen.count("kernels/jit/graph.py") == 1
 
 
 def test_one_command_prints_all(monkeypatch, capsys):

@@ -15,9 +15,19 @@ SMALL = {"routed": Model(4, 2, 256, 128), "shared": Model(8, 2, 256, 128, 128, D
 CASES = versions.cases_of([(256, 128)], SMALL, (3,), (2,))
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_every_case_runs(monkeypatch, case):
+@pytest.fixture
+def on_cpu(monkeypatch):
+    """Layers are made on the CPU; a group of ranks ends with the test."""
     monkeypatch.setattr(versions, "DEVICE", "cpu")
+    yield
+    versions._made.cache_clear()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("case", CASES)
+def test_every_case_runs(case):
     with torch.no_grad():
         result = CASES[case]()()
     if "backward" in case:
@@ -30,8 +40,8 @@ def test_every_case_runs(monkeypatch, case):
         assert result.isfinite().all()
 
 
-def test_a_trained_case_trains_weights_and_a_frozen_one_does_not(monkeypatch):
-    monkeypatch.setattr(versions, "DEVICE", "cpu")
+@pytest.mark.usefixtures("on_cpu")
+def test_a_trained_case_trains_weights_and_a_frozen_one_does_not():
     shapes = {}
     for variant in ("", ", trained", ", LoRA"):
         grads = CASES[f"FP8Linear 256 -> 128{variant}, forward and backward, 2 tokens"]()()
