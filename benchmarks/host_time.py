@@ -5,7 +5,8 @@ with new addresses (of tokens, and of another layer of the same layout), with nu
 were seen before, and with new ones within a config that was seen. All layers of one layout share
 the prepared launches, so a new number of tokens costs a model what "a model's layer" says.
 
-Without a GPU, launches go to a driver that does nothing, and BF16 is left out.
+Without a GPU, launches go to a driver that does nothing, and BF16 is left out. As on a GPU, later
+calls of kernels in a row are one launch of a graph.
 """
 
 import argparse
@@ -36,13 +37,15 @@ CALLS, ROUNDS = 100, 25
 
 
 class NullDriver(jit.Driver):
-    """A Hopper GPU whose driver does nothing, on tensors of the CPU."""
+    """A Hopper GPU whose driver does nothing, on tensors of the CPU: `jit.using(NullDriver())`."""
 
     def __init__(self) -> None:
         super().__init__(_NullLibrary())
+        self._handles = itertools.count(1)
 
     def load(self, kernel: jit.Kernel, device_index: int) -> jit.Function:
-        return jit.Function(kernel, device_index, ctypes.c_void_p(1), 232448)
+        handle = ctypes.c_void_p(next(self._handles))
+        return jit.Function(kernel, device_index, handle, 232448)
 
     def num_sms(self, device_index: int) -> int:
         return 132
@@ -54,6 +57,9 @@ class NullDriver(jit.Driver):
         return -1
 
     def is_capturing(self) -> bool:
+        return False
+
+    def is_lost(self, function: jit.Function) -> bool:
         return False
 
     def allocate(self, num_bytes: int, stream: int) -> int:
@@ -70,13 +76,46 @@ class NullDriver(jit.Driver):
 
 
 class _NullLibrary:
-    def cuStreamCreate(self, *arguments: object) -> int:
-        return 1  # so that no graph is made
+    """libcuda, as far as launches need it: each call succeeds, and nothing runs."""
 
-    def cuThreadExchangeStreamCaptureMode(self, mode: object) -> int:
+    def __init__(self) -> None:
+        self._captured: list[tuple[Any, Any, Any]] = []  # of the last capture; its stream is null
+
+    def _succeed(self, *arguments: object) -> int:
         return 0
 
-    def cuLaunchKernelEx(self, *arguments: object) -> int:
+    cuThreadExchangeStreamCaptureMode = cuStreamCreate = cuStreamDestroy_v2 = _succeed
+    cuGraphExecKernelNodeSetParams_v2 = cuGraphLaunch = _succeed
+    cuGraphExecDestroy = cuGraphDestroy = _succeed
+
+    def cuStreamBeginCapture_v2(self, stream: Any, mode: int) -> int:
+        self._captured = []
+        return 0
+
+    def cuStreamEndCapture(self, stream: Any, graph: Any) -> int:
+        graph._obj.value = 1
+        return 0
+
+    def cuGraphInstantiateWithFlags(self, executable: Any, graph: Any, flags: int) -> int:
+        executable._obj.value = 1
+        return 0
+
+    def cuGraphGetNodes(self, graph: Any, nodes: Any, count: Any) -> int:
+        count._obj.value = num_nodes = len(self._captured)
+        nodes[:num_nodes] = range(1, num_nodes + 1)
+        return 0
+
+    def cuGraphKernelNodeGetParams_v2(self, node: Any, params: Any) -> int:
+        config, function, parameters = self._captured[node.value - 1]
+        at = params._obj
+        at.function, at.parameters = function.value, ctypes.addressof(parameters)
+        for name in ("grid_x", "block_x", "shared_bytes"):
+            setattr(at, name, getattr(config, name))
+        return 0
+
+    def cuLaunchKernelEx(self, config: Any, function: Any, parameters: Any, extra: object) -> int:
+        if not config._obj.stream:
+            self._captured.append((config._obj, function, parameters))
         return 0
 
     def cuTensorMapEncodeTiled(

@@ -37,6 +37,7 @@ from benchmarks.quality import plot as quality_plot
 from benchmarks.quality import table as quality_table
 from benchmarks.serving import table as serving_table
 from benchmarks.training import table as training_table
+from benchmarks.versions import MODES
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -155,12 +156,13 @@ def host_time_table(results: Results) -> str:
 
 def versions_table(results: Results) -> str:
     """Microseconds of both checkouts, and how many times as fast as the other one this is."""
-    of_case: dict[str, list[str]] = {}
+    cells: dict[str, dict[str, str]] = {}  # a case that cannot be captured has no row of a graph
     for row in results["rows"]:
         cell = f"{row['us']:.1f}, {row['other_us']:.1f} ({row['ratio']:.2f})"
-        of_case.setdefault(row["case"], []).append(cell)
+        cells.setdefault(row["case"], {})[row["mode"]] = cell
     about = f"{results['commit']} beside {results['other']}, {results['gpu']}, us"
-    return table([about, "graph", "eager"], ([case, *cells] for case, cells in of_case.items()))
+    lines = ([case, *(by_mode.get(mode, "-") for mode in MODES)] for case, by_mode in cells.items())
+    return table([about, *MODES], lines)
 
 
 TABLES: dict[str, Callable[..., str]] = {
