@@ -31,12 +31,7 @@ from moefp8.precompile.layers import kernels_of
 PACKAGE = Path(moefp8.__file__).parent
 CALLS, ROUNDS, NEW_LAYOUTS = 50, 20, 20
 NUM_TOKENS, LISTED_TOKENS, NUM_SMS = 16, 8192, 132
-E, K, H, I = (
-    16,
-    4,
-    1024,
-    512,
-)  # of the layers that are called; experts, choices, hidden, intermediate
+E, K, H, I = 16, 4, 1024, 512  # experts, choices, hidden and intermediate size of what is called
 PRIVATE_WORDS = r"of_\w+", "told", "found", "trusts", "anew", "behind"
 OLD_IDIOM = {  # of an op that is described in several places: a pattern for each of its words
     "Source(": r"\bSource\(",

@@ -390,14 +390,16 @@ def lines_of_modes(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Of each mode the geometric mean of its ratios, and its worst cases."""
     lines = []
     for mode in MODES:
-        of_mode = sorted((row for row in rows if row["mode"] == mode), key=lambda row: row["ratio"])
-        if not of_mode:
+        measured = sorted(
+            (row for row in rows if row["mode"] == mode), key=lambda row: row["ratio"]
+        )
+        if not measured:
             continue
-        ratios = [row["ratio"] for row in of_mode]
+        ratios = [row["ratio"] for row in measured]
         mean = math.exp(statistics.mean(map(math.log, ratios)))
         about = f"{len(ratios)} cases, {ratios[0]:.3f} to {ratios[-1]:.3f}"
         lines.append(f"{mode}: {mean:.3f} ({about})")
-        lines += [f"  {row['ratio']:.3f} {row['case']}" for row in of_mode[:NUM_WORST]]
+        lines += [f"  {row['ratio']:.3f} {row['case']}" for row in measured[:NUM_WORST]]
     return lines
 
 

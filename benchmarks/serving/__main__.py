@@ -127,7 +127,6 @@ def main() -> None:
     results: dict[str, Any] = {
         **circumstances(),
         "transformers": version("transformers"),
-        "num_runs": options.runs,
         "rounds": options.rounds,
         "rows": [],
     }

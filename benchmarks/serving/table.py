@@ -62,7 +62,7 @@ def tables(results: dict[str, Any]) -> str:
         "`torch.compile` and CUDA graphs, no prefix cached: tokens per second with moefp8, and how "
         "many times as fast as vLLM's own layers that is; in brackets for the first request of a "
         "kind after a start. The last column: which part of the GPU's time experts take with "
-        f"moefp8. {_medians(results['num_runs'])}",
+        f"moefp8. {_medians(rows)}",
         table(
             [
                 "model",
@@ -79,10 +79,18 @@ def tables(results: dict[str, Any]) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-def _medians(num_runs: int) -> str:
-    if num_runs == 1:
+def _medians(rows: list[Row]) -> str:
+    """How many runs of an engine there are; of each model, where these differ."""
+    titles: dict[int, list[str]] = {}
+    for row in rows:
+        titles.setdefault(max(len(_runs(row, name)) for name in TITLES), []).append(row["title"])
+    if titles.keys() == {1}:
         return "One run of each engine, a process of its own."
-    return f"Medians of {num_runs} runs, engines in turns, each run in a process of its own."
+    runs = {count: "one run" if count == 1 else f"{count} runs" for count in titles}
+    if len(titles) > 1:
+        runs = {count: f"{runs[count]} ({', '.join(titles[count])})" for count in titles}
+    counts = " and ".join(runs.values())
+    return f"Medians of {counts}, engines in turns, each run in a process of its own."
 
 
 def _median(values: Iterable[float]) -> float | None:
