@@ -8,7 +8,6 @@ from .abi import Struct, offset_of, struct_of
 from .cache import cache_state, max_cache_bytes, read_beside_kernels, write_beside_kernels
 from .cubin import Cubin, JitError
 from .driver import Driver, Function, current_driver, using
-from .fields import fields
 from .graph import LaunchGraph
 from .kernel import (
     Kernel,
@@ -40,7 +39,6 @@ __all__ = [
     "compile_kernels",
     "compiler_description",
     "current_driver",
-    "fields",
     "join_maps",
     "keep_kernels",
     "pointers",

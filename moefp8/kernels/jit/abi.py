@@ -15,21 +15,21 @@ refuses the rest:
 import ctypes
 import re
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, ClassVar
 
 from ...system.threads import Once
 from .source import files_of, without_comments
 
-_NUMBERS: dict[str, Any] = {
+_NUMBERS: dict[str, Any] = {  # base.cuh defines those with `_t`
     "int": ctypes.c_int,
     "float": ctypes.c_float,
-    **{
-        f"{sign}{bits}_t": getattr(ctypes, f"c_{sign}{bits}")
-        for sign in ("int", "uint")
-        for bits in (8, 16, 32, 64)
-    },
+    "uint8_t": ctypes.c_uint8,
+    "uint16_t": ctypes.c_uint16,
+    "uint32_t": ctypes.c_uint32,
+    "uint64_t": ctypes.c_uint64,
+    "int64_t": ctypes.c_int64,
 }
 _DECLARATOR = r"\w+(?:\[\w+\])?"
 _POINTER = re.compile(rf"(?P<const>const )?\w+ ?\* ?(?P<declarator>{_DECLARATOR})")
@@ -51,25 +51,18 @@ class Struct(ctypes.Structure):
     _reads_: ClassVar[frozenset[str]]
 
 
-_classes: Once[tuple[Path, str], type[Struct]] = Once()
+_Members = tuple[tuple[str, Any], ...]
+_classes: Once[tuple[str, _Members, frozenset[str]], type[Struct]] = Once()
 
 
+@cache
 def struct_of(source: Path, name: str = "Arguments") -> type[Struct]:
-    """The class of `struct name` in a .cu or in what that includes; always the same class.
+    """The class of `struct name` in a .cu or in what that includes.
 
-    Structs within it have classes of their own, `struct_of(source, "Groups")`. Raises ValueError
-    for what the reader does not understand, and JitError for a file that is missing.
+    Structs within it have classes of their own, `struct_of(source, "Groups")`. Structs of one name
+    with the same members are one class, whatever source they are read from. Raises ValueError for
+    what the reader does not understand, and JitError for a file that is missing.
     """
-    return _classes.get((source, name), lambda: _read_struct(source, name))
-
-
-def offset_of(struct: type[ctypes.Structure], field: str) -> int:
-    """Where a field begins, in bytes from the beginning of the struct."""
-    offset: int = getattr(struct, field).offset
-    return offset
-
-
-def _read_struct(source: Path, name: str) -> type[Struct]:
     fields, reads = dict[str, Any](), set[str]()
     for statement in _members(source, name):
         where = f"{source.name}: struct {name}: `{statement}`"
@@ -85,8 +78,18 @@ def _read_struct(source: Path, name: str) -> type[Struct]:
             fields[field] = kind * _number(source, count) if count else kind
             if pointer and pointer["const"]:
                 reads.add(field)
-    body = {"_fields_": list(fields.items()), "_reads_": frozenset(reads)}
-    return type(name, (Struct,), body)
+    members, only_read = tuple(fields.items()), frozenset(reads)
+
+    def make() -> type[Struct]:
+        return type(name, (Struct,), {"_fields_": members, "_reads_": only_read})
+
+    return _classes.get((name, members, only_read), make)
+
+
+def offset_of(struct: type[ctypes.Structure], field: str) -> int:
+    """Where a field begins, in bytes from the beginning of the struct."""
+    offset: int = getattr(struct, field).offset
+    return offset
 
 
 def _members(source: Path, name: str) -> Iterator[str]:
