@@ -1,18 +1,13 @@
 """What the tests of kernels share: what needs a GPU, and how arguments reach a kernel."""
 
-import ctypes
 import gc
-import shutil
 import subprocess
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
-
-from moefp8.kernels import jit
 
 NUM_SMS = 132  # of an H200
 NEEDS_GPU = [
@@ -94,31 +89,3 @@ def no_synchronisation() -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-def assert_arguments_fit(
-    arguments: type[ctypes.Structure], kernel: jit.Kernel, folder: Path
-) -> None:
-    """The struct `Arguments` of the kernel's source has their fields, in order and in size.
-
-    So have the structs that are fields of it.
-    """
-    checks = "\n".join(_checks_of(arguments, "Arguments"))
-    shutil.copytree(kernel.source.parent, folder, dirs_exist_ok=True)
-    source = folder / "checked.cu"
-    source.write_text(f"{kernel.source.read_text()}\n{checks}")
-    jit.compile_kernel(jit.Kernel(source, kernel.name))
-
-
-def _checks_of(struct: type[ctypes.Structure], name: str) -> Iterator[str]:
-    in_order = ", ".join(f".{field} = {{}}" for field, *_ in struct._fields_)
-    yield f"constexpr {name} k{name}InOrder = {{{in_order}}};"  # C++ refuses any other order
-    yield f"static_assert(sizeof({name}) == {ctypes.sizeof(struct)});"
-    for field, kind, *_ in struct._fields_:
-        yield f"static_assert(sizeof({name}::{field}) == {ctypes.sizeof(kind)});"
-        if issubclass(kind, ctypes.Array):
-            one = ctypes.sizeof(kind._type_)
-            yield f"static_assert(sizeof({name}::{field}[0]) == {one});"
-        if issubclass(kind, ctypes.Structure):
-            yield f"using {name}_{field} = decltype({name}::{field});"
-            yield from _checks_of(kind, f"{name}_{field}")

@@ -1,7 +1,5 @@
 """Launch `swiglu_backward.cu` on a Hopper GPU. T tokens, k choices each, R rows, I intermediate."""
 
-import ctypes
-from ctypes import c_float, c_int64, c_uint32, c_void_p
 from pathlib import Path
 from typing import NamedTuple
 
@@ -9,34 +7,11 @@ import torch
 
 from ..kernels.common.blocks import BLOCK, MIN_GRADIENT_AMAX, round_up
 from ..kernels.common.checks import INPUTS
-from ..kernels.jit import Kernel, Launch, Source, current_driver, fields, pointers
+from ..kernels.jit import Kernel, Launch, Source, current_driver, pointers, struct_of
 
 _SOURCE = Path(__file__).with_name("swiglu_backward.cu")
+_Arguments = struct_of(_SOURCE)
 _MAX_THREADS, _WARP_COLUMNS, _COLUMNS = 128, 256, 8
-
-
-class _Arguments(ctypes.Structure):
-    """`Arguments` in swiglu_backward.cu."""
-
-    _fields_ = fields(
-        (c_void_p, "grad"),
-        (c_int64, "grad_row_bytes"),
-        (c_void_p, "saved"),
-        (c_int64, "saved_row_bytes"),
-        (c_void_p, "saved_scales"),
-        (c_int64, "saved_scale_pitch"),
-        (c_void_p, "token_to_row weights"),
-        (c_int64, "weight_token_bytes weight_choice_bytes"),
-        (c_void_p, "rows"),
-        (c_int64, "row_pitch"),
-        (c_void_p, "row_scales"),
-        (c_int64, "scale_pitch"),
-        (c_void_p, "bf16_rows"),
-        (c_int64, "bf16_row_bytes"),
-        (c_void_p, "weight_of_row of_weights is_first"),
-        (c_uint32, "num_choices top_k size padded_size"),
-        (c_float, "limit min_amax"),
-    )
 
 
 class SwigluBackwardSources(NamedTuple):

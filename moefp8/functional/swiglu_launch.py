@@ -1,27 +1,15 @@
 """Launch `swiglu.cu` on a Hopper GPU. R rows, I intermediate."""
 
-import ctypes
-from ctypes import c_float, c_int64, c_uint32, c_void_p
 from pathlib import Path
 
 import torch
 
 from ..kernels.common.blocks import ceil_div, round_up
-from ..kernels.jit import Kernel, Launch, Source, current_driver, fields, pointers
+from ..kernels.jit import Kernel, Launch, Source, current_driver, pointers, struct_of
 
 _SOURCE = Path(__file__).with_name("swiglu.cu")
+_Arguments = struct_of(_SOURCE)
 _WARP, _MAX_THREADS, _COLUMNS = 32, 256, 8
-
-
-class _Arguments(ctypes.Structure):
-    """`Arguments` in swiglu.cu."""
-
-    _fields_ = fields(
-        (c_void_p, "gate_up activated"),
-        (c_int64, "row_bytes"),
-        (c_uint32, "size"),
-        (c_float, "limit"),
-    )
 
 
 def kernel_of() -> Kernel:

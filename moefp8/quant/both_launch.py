@@ -3,8 +3,6 @@
 E matrices of N rows of K weights, in parts of n = N / parts rows.
 """
 
-import ctypes
-from ctypes import c_int64, c_uint32, c_void_p
 from pathlib import Path
 
 import torch
@@ -12,27 +10,16 @@ import torch
 from ..kernels.common.blocks import ceil_div
 from ..kernels.common.checks import INPUTS
 from ..kernels.common.divisor import Divisor
-from ..kernels.jit import Kernel, Launch, Source, current_driver, fields, pointers
+from ..kernels.jit import Kernel, Launch, Source, current_driver, pointers, struct_of
 
 _SOURCE = Path(__file__).with_name("both.cu")
+_Arguments = struct_of(_SOURCE)
 _VECTOR_BYTES = 16  # a thread loads as many at once, if they are aligned
 _VECTOR = 8  # elements of a load, and bytes of their codes
 _TILE = 128  # rows and columns of a tile
 _THREADS = 256
 _SHARED_BYTES = _TILE * _TILE + _THREADS // 32 * 4
 _MAX_TILES = 2**31 - 2**10  # `Divisor` is right for these, and columns past the last one count on
-
-
-class _Arguments(ctypes.Structure):
-    """`Arguments` in both.cu."""
-
-    _fields_ = fields(
-        (c_void_p, "w data scale_inv transposed"),
-        (c_int64, "w_matrix_pitch w_part_pitch w_row_pitch"),
-        (c_int64, "transposed_matrix_pitch transposed_row_pitch"),
-        (c_uint32, "num_rows k width"),
-        (Divisor, "num_k_tiles num_row_tiles num_parts"),
-    )
 
 
 def alignments(*tensors: torch.Tensor) -> tuple[int, ...]:

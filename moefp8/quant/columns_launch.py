@@ -3,8 +3,6 @@
 T tokens, R rows that are grouped by expert, K features, E experts, B blocks.
 """
 
-import ctypes
-from ctypes import c_float, c_int64, c_uint32, c_void_p
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,26 +11,14 @@ import torch
 from ..kernels.common.blocks import num_blocks
 from ..kernels.common.checks import INPUTS
 from ..kernels.common.divisor import Divisor
-from ..kernels.jit import Kernel, Launch, Source, current_driver, fields, pointers
+from ..kernels.jit import Kernel, Launch, Source, current_driver, pointers, struct_of
 
 _SOURCE = Path(__file__).with_name("columns.cu")
+_Arguments = struct_of(_SOURCE)
 _VECTOR_BYTES = 16  # a thread loads as many at once, if they are aligned
 _THREADS = 256
 _MAX_TILES = 2**31 - 2**10  # `Divisor` is right for these
 _MAX_PITCH = 2**32  # in bytes: the kernel multiplies 32-bit numbers
-
-
-class _Arguments(ctypes.Structure):
-    """`Arguments` in columns.cu."""
-
-    _fields_ = fields(
-        (c_void_p, "x expert_offsets row_to_token data scale_inv row_data row_scale_inv"),
-        (c_int64, "pitch row_pitch"),
-        (c_uint32, "row_bytes k num_tokens num_rows num_experts"),
-        (Divisor, "num_k_blocks"),
-        (c_uint32, "ue8m0"),
-        (c_float, "min_amax"),
-    )
 
 
 class ColumnsSources(NamedTuple):

@@ -7,13 +7,15 @@
 
 constexpr int kMaxMatrices = 256;
 constexpr int kPlacesPerWord = 4;
+constexpr int kPlaceWords = 64;  // words that tell the places of all
+static_assert(kPlaceWords * kPlacesPerWord == kMaxMatrices);
 
 struct Arguments {
   uint8_t* data;        // [stack, num_rows, k]
   float* scale_inv;     // [stack, row tiles, k tiles]
   uint8_t* transposed;  // [stack / num_parts, k, num_parts, width]; not read without kTransposed
-  const uint8_t* w[kMaxMatrices];                  // of each matrix [num_rows, k], without gaps
-  uint64_t places[kMaxMatrices / kPlacesPerWord];  // of each, 16 bits: which of the stack it becomes
+  const uint8_t* w[kMaxMatrices];  // of each matrix [num_rows, k], without gaps
+  uint64_t places[kPlaceWords];    // of each, 16 bits: which of the stack it becomes
   int64_t transposed_matrix_pitch, transposed_row_pitch;  // in bytes
   uint32_t num_rows, k, width;
   Divisor num_k_tiles, num_row_tiles, num_parts;  // how many a row has, a matrix, and W^T of a matrix of the stack

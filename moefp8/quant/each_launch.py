@@ -3,10 +3,8 @@
 M matrices [N, K] of a stack of S, in whose transpose `parts` matrices are side by side.
 """
 
-import ctypes
 from array import array
 from collections.abc import Sequence
-from ctypes import c_int64, c_uint32, c_uint64, c_void_p
 from functools import reduce
 from operator import or_
 from pathlib import Path
@@ -16,11 +14,21 @@ import torch
 from ..kernels.common.blocks import ceil_div
 from ..kernels.common.checks import INPUTS
 from ..kernels.common.divisor import Divisor
-from ..kernels.jit import Kernel, Launch, Pointer, Source, current_driver, fields, pointers
+from ..kernels.jit import (
+    Kernel,
+    Launch,
+    Pointer,
+    Source,
+    current_driver,
+    offset_of,
+    pointers,
+    struct_of,
+)
 
 MAX_MATRICES = 256  # of one launch, since a kernel takes 4 KiB of arguments
 MAX_STACK = 1 << 16
 _SOURCE = Path(__file__).with_name("each.cu")
+_Arguments = struct_of(_SOURCE)
 _PLACES_PER_WORD = 4
 _VECTOR_BYTES = 16  # a thread loads as many at once, if they are aligned
 _VECTOR = 8  # elements of a load, and bytes of their codes
@@ -28,19 +36,6 @@ _TILE = 128  # rows and columns of a tile
 _THREADS = 256
 _AMAX_BYTES = _THREADS // 32 * 4
 _MAX_TILES = 2**31 - 2**10  # `Divisor` is right for these, and columns past the last one count on
-
-
-class _Arguments(ctypes.Structure):
-    """`Arguments` in each.cu."""
-
-    _fields_ = fields(
-        (c_void_p, "data scale_inv transposed"),
-        (c_void_p * MAX_MATRICES, "w"),
-        (c_uint64 * (MAX_MATRICES // _PLACES_PER_WORD), "places"),
-        (c_int64, "transposed_matrix_pitch transposed_row_pitch"),
-        (c_uint32, "num_rows k width"),
-        (Divisor, "num_k_tiles num_row_tiles num_parts"),
-    )
 
 
 def words_of(places: Sequence[int]) -> tuple[int, ...]:
@@ -123,8 +118,8 @@ def prepare_each(
         arguments.transposed_matrix_pitch, arguments.transposed_row_pitch, _ = transposed.stride()
     num_words = ceil_div(num_matrices, _PLACES_PER_WORD)
     stack = pointers(_Arguments, data=Source(0), scale_inv=Source(1), transposed=Source(2))
-    begins = [_Arguments.w.offset + 8 * i for i in range(num_matrices)]
-    begins += [_Arguments.places.offset + 8 * i for i in range(num_words)]
+    begins = [offset_of(_Arguments, "w") + 8 * i for i in range(num_matrices)]
+    begins += [offset_of(_Arguments, "places") + 8 * i for i in range(num_words)]
     each = [Pointer(0, begin, Source(3 + i)) for i, begin in enumerate(begins)]
     shared_bytes = _AMAX_BYTES + (_TILE * _TILE if transposed is not None else 0)
     return Launch(

@@ -1,7 +1,5 @@
 """Launch `quantize.cu`, which quantizes to E4M3, on a Hopper GPU."""
 
-import ctypes
-from ctypes import c_float, c_int64, c_uint32, c_void_p
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,25 +9,13 @@ from ..kernels.common.blocks import MIN_AMAX, ceil_div, num_blocks, round_up
 from ..kernels.common.checks import INPUTS
 from ..kernels.common.divisor import Divisor
 from ..kernels.common.prepared import layout_of, prepared
-from ..kernels.jit import Kernel, Launch, Source, current_driver, fields, pointers
+from ..kernels.jit import Kernel, Launch, Source, current_driver, pointers, struct_of
 
 _SOURCE = Path(__file__).with_name("quantize.cu")
+_Arguments = struct_of(_SOURCE)
 _VECTOR_BYTES = 16  # a thread loads as many at once, if they are aligned
 _MAX_TILES = 2**31 - 2**10  # `Divisor` is right for these and for the idle threads behind them
 Quantized = tuple[torch.Tensor, torch.Tensor]  # data, scale_inv
-
-
-class _Arguments(ctypes.Structure):
-    """`Arguments` in quantize.cu."""
-
-    _fields_ = fields(
-        (c_void_p, "x data scale_inv"),
-        (c_int64, "matrix_bytes row_bytes k pitch"),
-        (c_uint32, "num_matrices num_rows"),
-        (Divisor, "num_k_blocks num_row_tiles"),
-        (c_uint32, "ue8m0"),
-        (c_float, "min_amax"),
-    )
 
 
 class Cut(NamedTuple):

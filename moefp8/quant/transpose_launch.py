@@ -3,8 +3,6 @@
 E matrices of N rows of K codes, in parts of n = N / parts rows.
 """
 
-import ctypes
-from ctypes import c_int64, c_uint32, c_void_p
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,25 +10,15 @@ import torch
 
 from ..kernels.common.blocks import TMA_BYTES, ceil_div
 from ..kernels.common.divisor import Divisor
-from ..kernels.jit import Kernel, Launch, Source, current_driver, fields, pointers
+from ..kernels.jit import Kernel, Launch, Source, current_driver, pointers, struct_of
 
 _SOURCE = Path(__file__).with_name("transpose.cu")
+_Arguments = struct_of(_SOURCE)
 _VECTOR_BYTES = TMA_BYTES  # a thread moves as many at once, if they are aligned
 _TILE = 128  # rows and columns of a tile
 _THREADS = 256
 _SHARED_BYTES = _TILE * _TILE
 _MAX_TILES = 2**31 - 2**10  # `Divisor` is right for these, and columns past the last one count on
-
-
-class _Arguments(ctypes.Structure):
-    """`Arguments` in transpose.cu."""
-
-    _fields_ = fields(
-        (c_void_p, "w out"),
-        (c_int64, "w_matrix_pitch w_part_pitch w_row_pitch out_matrix_pitch out_row_pitch"),
-        (c_uint32, "num_rows k width"),
-        (Divisor, "num_k_tiles num_row_tiles num_parts"),
-    )
 
 
 class Destination(NamedTuple):

@@ -3,8 +3,6 @@
 T tokens, k choices each, H hidden, R rows.
 """
 
-import ctypes
-from ctypes import c_int64, c_uint32, c_void_p
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,27 +11,14 @@ import torch
 from ..kernels.common.blocks import ceil_div
 from ..kernels.common.checks import INPUTS
 from ..kernels.common.divisor import Divisor
-from ..kernels.jit import Kernel, Launch, Source, current_driver, fields, pointers
+from ..kernels.jit import Kernel, Launch, Source, current_driver, pointers, struct_of
 
 _OP = "combine"
 _SOURCE = Path(__file__).with_name("combine.cu")
+_Arguments = struct_of(_SOURCE)
 MOST_AT_ONCE, _FEW_AT_ONCE = 8, 2
 _COLUMNS = 8  # a thread owns as many: 16 B of BF16
 _MAX_UNITS = 2**31 - 2**10  # `Divisor` is right for these and for the idle threads behind them
-
-
-class _Arguments(ctypes.Structure):
-    """`Arguments` in combine.cu."""
-
-    _fields_ = fields(
-        (c_void_p, "y"),
-        (c_int64, "y_row_bytes"),
-        (c_void_p, "token_to_row weights"),
-        (c_int64, "weight_token_bytes weight_choice_bytes"),
-        (c_void_p, "out addend"),
-        (c_uint32, "num_tokens top_k hidden_size"),
-        (Divisor, "units"),
-    )
 
 
 def threads_of(num_units: int, num_sms: int) -> int:

@@ -3,8 +3,6 @@
 T tokens, k choices each, E experts, H hidden, R rows.
 """
 
-import ctypes
-from ctypes import c_float, c_int64, c_uint32, c_void_p
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,12 +11,20 @@ import torch
 from ..kernels.common.blocks import E4M3, MIN_AMAX, ceil_div, num_blocks, round_up
 from ..kernels.common.checks import INPUTS
 from ..kernels.common.divisor import Divisor
-from ..kernels.jit import Kernel, Launch, Pointer, Source, current_driver, fields, pointers
+from ..kernels.jit import (
+    Kernel,
+    Launch,
+    Pointer,
+    Source,
+    current_driver,
+    offset_of,
+    pointers,
+    struct_of,
+)
 from .plan_launch import (
     MAX_CHOICES,
     MAX_THREADS,
     WARP,
-    Routing,
     RoutingSources,
     num_slots_of,
     routing_of,
@@ -30,6 +36,7 @@ _OP = "dispatch"
 # What kernels take, and their names for it in dispatch.cu.
 SHARES = {**{dtype: f"Floats<{name}>" for dtype, name in INPUTS.items()}, E4M3: "Codes"}
 _SOURCE = Path(__file__).with_name("dispatch.cu")
+_Arguments = struct_of(_SOURCE)
 _VECTOR_BYTES = 16  # a thread loads as many at once, if they are aligned
 _LANES = 8  # so many threads hold a block of 128 elements
 _COUNT_THREADS = 128
@@ -37,26 +44,6 @@ _MANY_CHOICES = 2**13  # more are counted faster by a kernel of its own than by 
 _MIN_BLOCKS = 8  # a CTA with fewer k-blocks would plan more than it quantizes
 _FEW_CHOICES = WARP  # a warp holds so many, and needs no counts
 _FEW_THREADS = 128
-
-
-class _Arguments(ctypes.Structure):
-    """`Arguments` in dispatch.cu."""
-
-    _fields_ = fields(
-        (Routing, "routing"),
-        (c_void_p, "x"),
-        (c_int64, "x_row_bytes"),
-        (c_void_p, "rows"),
-        (c_int64, "row_pitch"),
-        (c_void_p, "row_scales"),
-        (c_uint32, "scale_pitch hidden_size num_k_blocks part_blocks num_parts group"),
-        (Divisor, "parts in_group"),
-        (c_uint32, "num_chunks"),
-        (c_void_p, "counts zeros"),
-        (c_float, "min_amax"),
-        (c_void_p, "x_scales"),
-        (c_int64, "x_scale_token_bytes x_scale_block_bytes"),
-    )
 
 
 class Cut(NamedTuple):
@@ -166,7 +153,9 @@ class DispatchSources(NamedTuple):
     def pointers(self) -> list[Pointer]:
         named = self._asdict()
         del named["routing"]
-        return pointers(_Arguments, **named) + self.routing.pointers(_Arguments.routing.offset)
+        return pointers(_Arguments, **named) + self.routing.pointers(
+            offset_of(_Arguments, "routing")
+        )
 
 
 def prepare_dispatch(

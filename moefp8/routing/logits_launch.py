@@ -3,8 +3,6 @@
 T tokens, E experts, H hidden.
 """
 
-import ctypes
-from ctypes import c_uint32, c_void_p
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,26 +16,18 @@ from ..kernels.jit import (
     Pointer,
     Source,
     current_driver,
-    fields,
     pointers,
+    struct_of,
     tensor_map,
 )
 
 _SOURCE = Path(__file__).with_name("logits.cu")
+_Arguments = struct_of(_SOURCE)
 _WARPGROUP, _WARP = 128, 32
 _CHUNK, _DEPTH, _STAGES, _IN_BOX = 256, 64, 4, 32  # as in logits.cu
 _CHUNKS_OF_GROUP = 4  # see logits.cu; results depend on it, and on the chunk
 _SWIZZLE_BYTES = 128
 MAX_SUMS_BYTES = 1 << 30
-
-
-class _Arguments(ctypes.Structure):
-    """`Arguments` in logits.cu."""
-
-    _fields_ = fields(
-        (c_void_p, "sums"),
-        (c_uint32, "num_tokens num_experts num_chunks num_parts expert_tiles num_items"),
-    )
 
 
 class Tile(NamedTuple):

@@ -3,8 +3,7 @@
 T tokens, k choices each, E experts, R rows.
 """
 
-import ctypes
-from ctypes import c_int64, c_uint32, c_uint64, c_void_p
+from ctypes import Structure
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,12 +18,14 @@ from ..kernels.jit import (
     Pointer,
     Source,
     current_driver,
-    fields,
+    offset_of,
     pointers,
+    struct_of,
 )
 
 OP = "build_plan"
 _SOURCE = Path(__file__).with_name("plan.cu")
+_Arguments, Routing = struct_of(_SOURCE), struct_of(_SOURCE, "Routing")
 WARP = 32
 _SLOTS = 128  # a warp reads the counts of as many experts at once
 MAX_THREADS = 1024
@@ -54,32 +55,6 @@ class PlanInputs(NamedTuple):
     max_m: int | None
     expert_offset: int = 0
     num_global_experts: int | None = None
-
-
-class Routing(ctypes.Structure):
-    """`Routing` in plan.cuh."""
-
-    _fields_ = fields(
-        (c_void_p, "ids"),
-        (c_int64, "token_bytes choice_bytes"),
-        (c_uint64, "first_expert"),
-        (c_void_p, "tokens_per_expert expert_offsets token_to_row"),
-        (c_uint32, "num_tokens top_k num_experts is_wide chunk max_m"),
-        (Divisor, "alignment"),
-        (c_uint32, "num_slots"),
-        (Divisor, "of_k"),
-        (c_uint32, "rows_of_token tokens_at_once reciprocal_of_k num_rankers"),
-    )
-
-
-class _Arguments(ctypes.Structure):
-    """`Arguments` in plan.cu."""
-
-    _fields_ = fields(
-        (Routing, "routing"),
-        (c_void_p, "row_to_token row_to_expert"),
-        (c_uint32, "num_rows"),
-    )
 
 
 class Cut(NamedTuple):
@@ -125,7 +100,7 @@ def routing_of(
     alignment: int = 1,
     num_warps: int = 0,
     expert_offset: int = 0,
-) -> Routing:
+) -> Structure:
     """A `Routing` without its addresses.
 
     Args:
@@ -169,7 +144,7 @@ def num_slots_of(num_experts: int) -> int:
     return round_up(num_experts + 1, _SLOTS)
 
 
-def shared_bytes(routing: Routing, words_of_choice: int = 1) -> int:
+def shared_bytes(routing: Structure, words_of_choice: int = 1) -> int:
     """What a CTA needs: `words_of_choice` for each choice of its chunk, and its counts."""
     words_of_chunk = routing.chunk * routing.rows_of_token * words_of_choice
     return routing.num_slots * (8 + 2 * routing.num_rankers) + 4 * words_of_chunk
@@ -211,7 +186,7 @@ def _prepare(inputs: PlanInputs, num_rows: int) -> Launch:
         cut.threads,
         (_Arguments(routing=routing, num_rows=num_rows),),
         [
-            *sources.pointers(_Arguments.routing.offset),
+            *sources.pointers(offset_of(_Arguments, "routing")),
             *pointers(_Arguments, row_to_token=row_to_token, row_to_expert=row_to_expert),
         ],
         shared_bytes=shared_bytes(routing),

@@ -1,7 +1,5 @@
 """Launch `top_k_backward.cu`, the gradient of the router's choice, on a Hopper GPU."""
 
-import ctypes
-from ctypes import c_float, c_int64, c_uint32, c_void_p
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,24 +8,13 @@ import torch
 from ..kernels.common.blocks import ceil_div
 from ..kernels.common.checks import INPUTS
 from ..kernels.common.prepared import layout_of, prepared
-from ..kernels.jit import Kernel, Launch, Source, current_driver, fields, pointers
+from ..kernels.jit import Kernel, Launch, Source, current_driver, pointers, struct_of
 from .logits_launch import Sums
 from .top_k_launch import MAX_WARPS, THREADS_WITH_SUMS, WARP
 
 _SOURCE = Path(__file__).with_name("top_k_backward.cu")
+_Arguments = struct_of(_SOURCE)
 NUM_TERMS = 3  # that a gradient is told as, where logits are sums: see `Arguments`
-
-
-class _Arguments(ctypes.Structure):
-    """`Arguments` in top_k_backward.cu."""
-
-    _fields_ = fields(
-        (c_void_p, "logits grad top_k_index of_logits"),
-        (c_int64, "row_bytes expert_bytes num_tokens"),
-        (c_uint32, "num_experts top_k renormalize"),
-        (c_float, "scaling_factor"),
-        (c_uint32, "tokens_of_cta num_parts"),
-    )
 
 
 class TopKBackwardInputs(NamedTuple):

@@ -1,7 +1,5 @@
 """Launch `top_k.cu`, the router's choice, on a Hopper GPU."""
 
-import ctypes
-from ctypes import c_float, c_int64, c_uint32, c_void_p
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,25 +8,14 @@ import torch
 from ..kernels.common.blocks import ceil_div
 from ..kernels.common.checks import INPUTS
 from ..kernels.common.prepared import layout_of, prepared
-from ..kernels.jit import Kernel, Launch, Source, current_driver, fields, pointers
+from ..kernels.jit import Kernel, Launch, Source, current_driver, pointers, struct_of
 from .logits_launch import Sums
 
 _SOURCE = Path(__file__).with_name("top_k.cu")
+_Arguments = struct_of(_SOURCE)
 WARP = 32
 MAX_WARPS, THREADS_WITH_SUMS = 4, 256  # `kMaxWarps` and `kMaxThreads` in top_k.cuh
 MAX_EXPERTS = 512  # a lane holds every 32nd in registers
-
-
-class _Arguments(ctypes.Structure):
-    """`Arguments` in top_k.cu."""
-
-    _fields_ = fields(
-        (c_void_p, "logits bias top_k_index top_k_weights"),
-        (c_int64, "row_bytes expert_bytes num_tokens"),
-        (c_uint32, "num_experts top_k num_groups topk_groups group_lanes renormalize"),
-        (c_float, "scaling_factor"),
-        (c_uint32, "tokens_of_cta num_parts"),
-    )
 
 
 class TopKInputs(NamedTuple):

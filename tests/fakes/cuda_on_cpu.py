@@ -14,7 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from moefp8.kernels import jit
-from moefp8.kernels.jit.kernel import DEVICE_FOLDER
+from moefp8.kernels.jit.source import DEVICE_FOLDER
 from tests.fakes.emulator import Emulator
 
 CUDA = r"""

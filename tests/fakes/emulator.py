@@ -12,30 +12,12 @@ from types import SimpleNamespace
 import torch
 
 from moefp8 import kernels
-from moefp8.distributed.expert_parallel import peers_launch
-from moefp8.functional import swiglu_backward_launch, swiglu_launch
-from moefp8.functional.training import swiglu_columns_launch
 from moefp8.kernels import jit
 from moefp8.kernels.gemm import launch as gemm_launch
-from moefp8.kernels.gemm import segments, tile_counter
 from moefp8.kernels.gemm.config import GemmConfig
-from moefp8.kernels.gemm.k_grouped import launch as k_grouped_launch
 from moefp8.kernels.jit import launch
 from moefp8.quant import (
-    both_launch,
-    columns_launch,
-    each_launch,
     numerics,
-    quantize_launch,
-    transpose_launch,
-)
-from moefp8.routing import (
-    combine_launch,
-    dispatch_launch,
-    logits_launch,
-    plan_launch,
-    top_k_backward_launch,
-    top_k_launch,
 )
 from tests.fakes.emulated_columns import columns
 from tests.fakes.emulated_gemm import Map, dtype_of, memory
@@ -47,28 +29,6 @@ from tests.gpu import NUM_SMS
 from tests.kernels.gemm.cases import choosing
 
 _GUARD = 1 << 12
-ARGUMENTS = {  # source of a kernel -> its last argument
-    "gemm": gemm_launch.Arguments,
-    "k_grouped": k_grouped_launch.Arguments,
-    "segments": segments.Arguments,
-    "tile_counter": tile_counter.Arguments,
-    "quantize": quantize_launch._Arguments,
-    "transpose": transpose_launch._Arguments,
-    "columns": columns_launch._Arguments,
-    "both": both_launch._Arguments,
-    "each": each_launch._Arguments,
-    "swiglu": swiglu_launch._Arguments,
-    "swiglu_backward": swiglu_backward_launch._Arguments,
-    "swiglu_columns": swiglu_columns_launch._Arguments,
-    "dispatch": dispatch_launch._Arguments,
-    "combine": combine_launch._Arguments,
-    "logits": logits_launch._Arguments,
-    "top_k": top_k_launch._Arguments,
-    "top_k_backward": top_k_backward_launch._Arguments,
-    "plan": plan_launch._Arguments,
-    "push": peers_launch.PushArguments,
-    "give_back": peers_launch.GiveBackArguments,
-}
 
 
 class FakeDriver(jit.Driver):
@@ -210,7 +170,7 @@ class Emulator(RoutingEmulator):
 
     def _copies(self, function, parameters):
         """The arguments, copied as CUDA copies them: the last of them is a structure."""
-        first, last = parameters[0], ARGUMENTS[self.kernels[function.value - 1].source.stem]
+        first, last = parameters[0], jit.struct_of(self.kernels[function.value - 1].source)
         size = parameters[-1] - first + ctypes.sizeof(last)
         held = ctypes.create_string_buffer(ctypes.string_at(first, size), size)
         copies = [ctypes.addressof(held) + x - first for x in parameters]
@@ -283,7 +243,7 @@ class Emulator(RoutingEmulator):
         return 0
 
     def compute(self, made, parameters):
-        structure = ARGUMENTS[made.kernel.source.stem]
+        structure = jit.struct_of(made.kernel.source)
         given = structure.from_address(parameters[-1])
         made.arguments = structure.from_buffer_copy(given)
         bodies = {

@@ -22,30 +22,6 @@ from moefp8.kernels.gemm import tuned
 
 NUM_SMS = 132  # of an H200
 MAP_BYTES = 128
-# Bytes of each source's last argument, the structure `Arguments`. The driver reads them from the
-# cubin; a test compares them with what the compiler says.
-ARGUMENT_BYTES = {
-    "both": 120,
-    "columns": 112,
-    "combine": 88,
-    "dispatch": 272,
-    "each": 2648,
-    "gemm": 216,
-    "give_back": 208,
-    "k_grouped": 64,
-    "logits": 32,
-    "plan": 152,
-    "push": 176,
-    "quantize": 96,
-    "segments": 24,
-    "swiglu": 32,
-    "swiglu_backward": 176,
-    "swiglu_columns": 256,
-    "tile_counter": 8,
-    "top_k": 96,
-    "top_k_backward": 80,
-    "transpose": 104,
-}
 # Each tensor's storage, and each workspace, has 64 GiB of addresses to itself. No pair of 32-bit
 # numbers in arguments looks like one: the upper one would be above 1.8e9.
 _FIRST, _ROOM = 0x6D0E << 48, 1 << 36
@@ -173,7 +149,7 @@ class Library:
         kernel = self.kernels[function.value - 1]
         attributes = (_Attribute * config.num_attributes).from_address(config.attributes or 1)
         sizes = [y - x for x, y in pairwise(parameters)]
-        sizes.append(ARGUMENT_BYTES[kernel.source.stem])
+        sizes.append(ctypes.sizeof(jit.struct_of(kernel.source)))
         self.launch(
             Launched(
                 kernel,

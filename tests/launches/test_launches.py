@@ -1,6 +1,5 @@
 """What the library launches is what `golden.txt` says, and what it would be with a fault is not."""
 
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,11 +8,10 @@ from unittest import mock
 import pytest
 
 import moefp8
-from moefp8.kernels.jit import Kernel, compile_kernel
 from tests.launches import golden, sources
 from tests.launches.__main__ import main
 from tests.launches.golden import Entry, how_differs
-from tests.launches.gpu import ARGUMENT_BYTES, Driver, Launched, Library, Memory, Written
+from tests.launches.gpu import Driver, Launched, Library, Memory, Written
 from tests.launches.layouts import OPS, Layout, all_layouts
 
 GOLDEN = golden.Golden.read()
@@ -44,17 +42,6 @@ def test_kernels_of_every_source_are_launched():
 def test_no_layout_depends_on_those_before_it():
     layouts = list(all_layouts(every=31))
     assert list(golden.compare(reversed(layouts), GOLDEN)) == []
-
-
-@pytest.mark.usefixtures("own_cache")
-@pytest.mark.parametrize("name", sorted(SOURCES))
-def test_as_many_bytes_of_arguments_are_recorded_as_there_are(name, tmp_path):
-    source = SOURCES[name]
-    shutil.copytree(source.parent, tmp_path / "sources")
-    copy = tmp_path / "sources" / "checked.cu"
-    check = f"static_assert(sizeof(Arguments) == {ARGUMENT_BYTES[name]});"
-    copy.write_text(f"{source.read_text()}\n{check}\n__global__ void nothing() {{}}\n")
-    compile_kernel(Kernel(copy, "nothing"))
 
 
 # ---- Faults ----

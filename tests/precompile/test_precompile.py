@@ -19,7 +19,7 @@ from moefp8.kernels.gemm.config import GemmConfig, GroupLayout, with_most_stages
 from moefp8.kernels.gemm.launch import kernel_of
 from moefp8.kernels.jit.nvrtc import Nvrtc
 from moefp8.precompile import layers as ahead
-from moefp8.routing import dispatch_launch, plan_launch, sigmoid_group_topk, softmax_topk
+from moefp8.routing import sigmoid_group_topk, softmax_topk
 from tests.fakes.emulator import Emulator, FakeDriver
 from tests.gpu import on_gpu
 from tests.kernels.jit.cases import forget
@@ -93,8 +93,7 @@ class Idle(Emulator):
         stem = made.kernel.source.stem
         if stem not in ("plan", "dispatch"):
             return
-        room = plan_launch if stem == "plan" else dispatch_launch
-        arguments = room._Arguments.from_address(parameters[-1])
+        arguments = jit.struct_of(made.kernel.source).from_address(parameters[-1])
         of = arguments.routing
         maps = [
             (of.tokens_per_expert, of.num_experts),

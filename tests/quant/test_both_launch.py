@@ -11,7 +11,6 @@ from moefp8.quant import both_launch as room
 from moefp8.quant.both import empty_both, quantize_128x128_both, quantize_128x128_both_into
 from tests.fakes import cuda_on_cpu
 from tests.fakes.emulator import FakeDriver
-from tests.gpu import assert_arguments_fit
 from tests.kernels import nvdisasm
 from tests.quant.both_cases import DTYPES, SHAPES, assert_same, expected_of, run_into, weights
 
@@ -37,11 +36,6 @@ def test_every_variant_compiles_and_spills_nothing(tmp_path):
         vectorized = [cubin.image for cubin in cubins[::2]]
         for instructions in nvdisasm.instructions_of(vectorized, tmp_path):
             assert len(instructions) < 13 * 64
-
-
-@pytest.mark.usefixtures("own_cache")
-def test_arguments_lie_in_memory_as_the_kernel_reads_them(tmp_path):
-    assert_arguments_fit(room._Arguments, KERNELS[-1], tmp_path)
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 """The kernels of plan, dispatch and combine, without a GPU: how they are cut, what they compute."""
 
+from ctypes import Structure
 from itertools import product
 
 import pytest
@@ -16,7 +17,7 @@ from moefp8.testing import sizes
 from tests.fakes import cuda_on_cpu
 from tests.fakes.emulator import FakeDriver
 from tests.functional.cases import ids_here
-from tests.gpu import NUM_SMS, assert_arguments_fit
+from tests.gpu import NUM_SMS
 from tests.routing.cases import (
     CODE_PLACES,
     DTYPES,
@@ -58,12 +59,6 @@ MODULES = {
 def test_every_variant_compiles_and_spills_nothing(module):
     for cubin in compile_kernels(MODULES[module]):
         assert cubin.problems() == []
-
-
-@pytest.mark.usefixtures("own_cache")
-@pytest.mark.parametrize("module", MODULES)
-def test_arguments_lie_in_memory_as_the_kernels_read_them(module, tmp_path):
-    assert_arguments_fit(module._Arguments, MODULES[module][0], tmp_path)
 
 
 # ---- How the kernels are cut ----
@@ -139,7 +134,7 @@ def test_lanes_find_their_token(top_k):
 
 def routing_of(
     top_k: int, num_experts: int = 8, max_m: int | None = None, num_warps: int = 0
-) -> plan_launch.Routing:
+) -> Structure:
     """The routing of five tokens, in chunks of two."""
     ids = torch.zeros(5, top_k, dtype=torch.int64)
     return plan_launch.routing_of("op", 2, ids, num_experts, max_m, num_warps=num_warps)

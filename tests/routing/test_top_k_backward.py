@@ -17,7 +17,7 @@ from moefp8.routing.top_k_backward_launch import (
 )
 from tests.fakes import cuda_on_cpu
 from tests.fakes.emulator import FakeDriver
-from tests.gpu import assert_arguments_fit, no_synchronisation, on_gpu
+from tests.gpu import no_synchronisation, on_gpu
 from tests.routing.top_k_cases import DTYPES, INF, NAN, Forgets
 from tests.sampling import ALL_KERNELS
 
@@ -130,12 +130,6 @@ def test_every_variant_compiles_and_spills_nothing(by_sigmoid):
     ]
     for kernel, cubin in zip(kernels, compile_kernels(kernels), strict=True):
         assert cubin.problems() == [], kernel
-
-
-@pytest.mark.usefixtures("own_cache")
-def test_arguments_lie_in_memory_as_the_kernel_reads_them(tmp_path):
-    kernel = top_k_backward_launch.kernel_of(8, torch.float32, by_sigmoid=True)
-    assert_arguments_fit(top_k_backward_launch._Arguments, kernel, tmp_path)
 
 
 SIZES = 1, 8, 33, 160, 512

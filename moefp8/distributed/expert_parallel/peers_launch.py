@@ -3,8 +3,7 @@
 T tokens of a rank, M of any at most, k choices each, P ranks, E experts, H hidden.
 """
 
-import ctypes
-from ctypes import c_float, c_int64, c_uint32, c_uint64, c_void_p
+from ctypes import Structure
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,82 +13,27 @@ from ...kernels.common.blocks import BLOCK, ceil_div, num_blocks
 from ...kernels.common.checks import INPUTS
 from ...kernels.common.divisor import Divisor
 from ...kernels.common.prepared import layout_of, prepared
-from ...kernels.jit import Kernel, Launch, Pointer, Source, current_driver, fields, pointers
+from ...kernels.jit import (
+    Kernel,
+    Launch,
+    Pointer,
+    Source,
+    current_driver,
+    offset_of,
+    pointers,
+    struct_of,
+)
 from ...routing.combine_launch import CombineSources
 from .peer_memory import MAX_CHUNKS, GivenBack, PeerMemory, Received
 
 _PUSH = Path(__file__).with_name("push.cu")
 _GIVE_BACK = Path(__file__).with_name("give_back.cu")
+PushArguments, GiveBackArguments = struct_of(_PUSH), struct_of(_GIVE_BACK)
+_Ranks, _Choices, _Tokens = (struct_of(_PUSH, x) for x in ("Ranks", "Choices", "Tokens"))
+_Results, _Rows, _Sums, Order = (
+    struct_of(_GIVE_BACK, x) for x in ("Results", "Rows", "Sums", "Order")
+)
 _THREADS, _LANES, _WARP, _AT_ONCE = 256, 8, 32, 4
-
-
-class _Ranks(ctypes.Structure):
-    _fields_ = fields((c_void_p, "state"), (c_uint64, "deadline_ns"), (c_uint32, "rank num_ranks"))
-
-
-class _Choices(ctypes.Structure):
-    _fields_ = fields(
-        (c_void_p, "ids scores"),
-        (c_uint32, "num_tokens max_tokens top_k num_experts id_bytes are_sent"),
-    )
-
-
-class _Tokens(ctypes.Structure):
-    _fields_ = fields(
-        (c_void_p, "x"),
-        (c_int64, "x_row_bytes"),
-        (c_uint32, "row_bytes hidden_size num_k_blocks"),
-        (c_int64, "rows row_pitch scales scale_pitch ids scores reached own_scores"),
-    )
-
-
-class PushArguments(ctypes.Structure):
-    """`Arguments` in push.cu."""
-
-    _fields_ = fields(
-        (_Ranks, "ranks"),
-        (c_uint64, "turn"),
-        (_Choices, "choices"),
-        (_Tokens, "tokens"),
-        (c_float, "min_amax"),
-    )
-
-
-class _Results(ctypes.Structure):
-    _fields_ = fields((c_void_p, "y ids of_choices"), (c_uint32, "first_expert num_experts"))
-
-
-class _Rows(ctypes.Structure):
-    _fields_ = fields(
-        (c_void_p, "y"),
-        (c_int64, "y_row_bytes"),
-        (c_void_p, "token_to_row weights"),
-    )
-
-
-class _Sums(ctypes.Structure):
-    _fields_ = fields((c_int64, "rows of_choices reached scores"), (c_void_p, "y y_of_choices"))
-
-
-class Order(ctypes.Structure):
-    _fields_ = fields(
-        (c_uint32, "num_chunks num_tokens num_pushes num_sums pieces_of_warp num_pushing")
-    )
-
-
-class GiveBackArguments(ctypes.Structure):
-    """`Arguments` in give_back.cu."""
-
-    _fields_ = fields(
-        (_Ranks, "ranks"),
-        (c_uint64, "turn"),
-        (_Results, "results"),
-        (_Rows, "rows"),
-        (_Sums, "sums"),
-        (Order, "order"),
-        (c_uint32, "num_tokens max_tokens top_k num_units"),
-        (Divisor, "num_pieces num_others"),
-    )
 
 
 def push_codes_kernel_of(dtype: torch.dtype, *, vectorized: bool) -> Kernel:
@@ -131,7 +75,7 @@ class Sizes(NamedTuple):
     hidden_size: int
 
 
-def _ranks_of(place: Place) -> _Ranks:
+def _ranks_of(place: Place) -> Structure:
     return _Ranks(deadline_ns=place.deadline_ns, rank=place.rank, num_ranks=place.num_ranks)
 
 
@@ -207,14 +151,14 @@ def push(
             min_amax=min_amax or 0.0,
         )
         found = pointers(PushArguments, turn=_TURN)
-        found += pointers(_Ranks, at=PushArguments.ranks.offset, state=_STATE)
+        found += pointers(_Ranks, at=offset_of(PushArguments, "ranks"), state=_STATE)
         found += pointers(
             _Choices,
-            at=PushArguments.choices.offset,
+            at=offset_of(PushArguments, "choices"),
             ids=_IDS,
             scores=None if scores is None else _SCORES,
         )
-        found += pointers(_Tokens, at=PushArguments.tokens.offset, x=_X)
+        found += pointers(_Tokens, at=offset_of(PushArguments, "tokens"), x=_X)
         if min_amax is not None:
             vectorized = h % 8 == 0 and not (x.data_ptr() | pitch) % 16
             kernel = push_codes_kernel_of(x.dtype, vectorized=vectorized)
@@ -280,17 +224,17 @@ def give_back(
         )
         arguments.results = _Results(first_expert=first, num_experts=end - first)
         found = pointers(GiveBackArguments, turn=_OWN_TURN)
-        found += pointers(_Ranks, at=GiveBackArguments.ranks.offset, state=_OWN_STATE)
+        found += pointers(_Ranks, at=offset_of(GiveBackArguments, "ranks"), state=_OWN_STATE)
         found += pointers(
             _Results,
-            at=GiveBackArguments.results.offset,
+            at=offset_of(GiveBackArguments, "results"),
             y=_Y,
             ids=_SLOT_IDS,
             of_choices=_OF_CHOICES if has_scores else None,
         )
         found += pointers(
             _Sums,
-            at=GiveBackArguments.sums.offset,
+            at=offset_of(GiveBackArguments, "sums"),
             y=_OUT,
             y_of_choices=_OUT_OF_CHOICES if has_scores else None,
         )
@@ -308,7 +252,7 @@ def _given_back(place: Place, sizes: Sizes) -> GivenBack:
 
 def _give_back_arguments(
     returning_at: int, place: Place, sizes: Sizes, num_tokens: int, unit_bytes: int
-) -> GiveBackArguments:
+) -> Structure:
     given_back, units = _given_back(place, sizes), sizes.hidden_size * 2 // unit_bytes
     return GiveBackArguments(
         ranks=_ranks_of(place),
@@ -326,7 +270,7 @@ def _give_back_arguments(
     )
 
 
-def order_of(place: Place, sizes: Sizes, num_pieces: int, num_ctas: int) -> Order:
+def order_of(place: Place, sizes: Sizes, num_pieces: int, num_ctas: int) -> Structure:
     """Chunks, of a MiB or more, depend on nothing but what is the same on all ranks.
 
     num_pieces: of a row. num_ctas: as many as run at once.
@@ -353,7 +297,7 @@ def order_of(place: Place, sizes: Sizes, num_pieces: int, num_ctas: int) -> Orde
 
 def _launch_giving(
     kernel: Kernel,
-    arguments: GiveBackArguments,
+    arguments: Structure,
     found: list[Pointer],
     device_index: int,
     place: Place,
@@ -409,7 +353,7 @@ class CombineAndGiveBack(NamedTuple):
         arguments.rows = _Rows(y_row_bytes=y_row_pitch * 2)
         found = pointers(
             _Rows,
-            at=GiveBackArguments.rows.offset,
+            at=offset_of(GiveBackArguments, "rows"),
             y=sources.y,
             token_to_row=sources.token_to_row,
             weights=sources.weights,
@@ -418,9 +362,9 @@ class CombineAndGiveBack(NamedTuple):
         behind = None
         if sources.of_choices is not None:
             behind = sources.out._replace(plus=self.num_tokens * hidden_size * 2)
-        at = GiveBackArguments.results.offset
+        at = offset_of(GiveBackArguments, "results")
         found += pointers(_Results, at=at, of_choices=sources.of_choices)
-        at = GiveBackArguments.sums.offset
+        at = offset_of(GiveBackArguments, "sums")
         found += pointers(_Sums, at=at, y=sources.out, y_of_choices=behind)
         launched = arguments, found, weights.get_device(), self.place, self.sizes
         return _launch_giving(COMBINE_AND_GIVE_BACK, *launched)
@@ -428,7 +372,7 @@ class CombineAndGiveBack(NamedTuple):
 
 def _launch(
     kernel: Kernel,
-    arguments: ctypes.Structure,
+    arguments: Structure,
     found: list[Pointer],
     device_index: int,
     grid: int,

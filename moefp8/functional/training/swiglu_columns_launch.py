@@ -3,9 +3,7 @@
 T tokens, k choices each, E experts, R rows, I intermediate, B blocks of column codes.
 """
 
-import ctypes
 from collections.abc import Iterable
-from ctypes import c_float, c_int64, c_uint32, c_void_p
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,40 +19,14 @@ from ...kernels.common.blocks import (
 )
 from ...kernels.common.checks import INPUTS
 from ...kernels.common.divisor import Divisor
-from ...kernels.jit import Kernel, Launch, Source, current_driver, fields, pointers
+from ...kernels.jit import Kernel, Launch, Source, current_driver, pointers, struct_of
 from ...quant.columns import num_column_blocks
 
 _SOURCE = Path(__file__).with_name("swiglu_columns.cu")
+_Arguments = struct_of(_SOURCE)
 _THREADS = 256
 _LOADS_AT_ONCE = 8  # of partial sums
 _MAX_TILES = 2**31 - 1  # of a grid, and numbers that `Divisor` is right for
-
-
-class _Arguments(ctypes.Structure):
-    """`Arguments` in swiglu_columns_arguments.cuh."""
-
-    _fields_ = fields(
-        (c_void_p, "grad"),
-        (c_int64, "grad_row_bytes"),
-        (c_void_p, "saved"),
-        (c_int64, "saved_row_bytes"),
-        (c_void_p, "saved_scales"),
-        (c_int64, "saved_scale_pitch"),
-        (c_void_p, "expert_offsets token_to_row weights"),
-        (c_int64, "weight_token_bytes weight_choice_bytes"),
-        (c_void_p, "rows"),
-        (c_int64, "row_pitch"),
-        (c_void_p, "row_scales"),
-        (c_int64, "scale_pitch"),
-        (c_void_p, "gate_up_columns gate_up_scales"),
-        (c_int64, "gate_up_scale_pitch"),
-        (c_void_p, "activated_columns activated_scales"),
-        (c_int64, "activated_scale_pitch"),
-        (c_void_p, "weight_of_row row_to_token partial_sums of_weights is_first"),
-        (c_uint32, "num_choices num_rows num_experts size"),
-        (Divisor, "top_k num_tiles"),
-        (c_float, "limit min_amax"),
-    )
 
 
 class SwigluColumnsSources(NamedTuple):

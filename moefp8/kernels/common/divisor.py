@@ -1,15 +1,16 @@
 """Division by a number that only the host knows, for kernels."""
 
-import ctypes
-from ctypes import c_uint32
+from typing import NamedTuple
 
 from .blocks import ceil_div
 
 
-class Divisor(ctypes.Structure):
+class Divisor(NamedTuple):
     """`Divisor` in divisor.cuh: `n // value == n * magic >> shift` for every n below 2**31."""
 
-    _fields_ = (("value", c_uint32), ("magic", c_uint32), ("shift", c_uint32))
+    value: int
+    magic: int
+    shift: int
 
     @classmethod
     def of(cls, value: int) -> "Divisor":

@@ -1,7 +1,5 @@
 """Prepare a launch of `gemm.cu`: what the kernel is given. M tokens, N weights, K; G groups."""
 
-import ctypes
-from ctypes import c_float, c_int, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -18,22 +16,24 @@ from ..jit import (
     Pointer,
     Source,
     current_driver,
-    fields,
     join_maps,
+    offset_of,
     pointers,
+    struct_of,
     tensor_map,
 )
 from .config import GemmConfig, GroupLayout, num_whole_tiles, usable_ctas
 from .operands import Operands
 
 SOURCE = Path(__file__).with_name("gemm.cu")
+Arguments = struct_of(SOURCE)
+Groups, Activation = struct_of(SOURCE, "Groups"), struct_of(SOURCE, "Activation")
 BIASES = {
     None: "kNone",
     torch.float32: "kFloat",
     torch.bfloat16: "kBFloat16",
     torch.float16: "kHalf",
 }
-_MAX_TOKEN_BOXES = 4
 _L2_BYTES = 24 << 20  # of tokens that the L2 cache holds while weights stream past
 
 
@@ -91,50 +91,6 @@ class Sms(NamedTuple):
     all: int
 
 
-class Groups(ctypes.Structure):
-    """`Groups` in config.cuh."""
-
-    _fields_ = fields(
-        (c_void_p, "bounds"),
-        (c_int, "num_groups num_segments num_tokens expected_tiles"),
-        (c_int64, "weight_scale_stride"),
-        (c_void_p, "d"),
-        (c_int64, "d_row_stride d_matrix_stride"),
-        (c_int, "bounds_ready"),
-        (c_void_p, "tile_counter"),
-    )
-
-
-class Activation(ctypes.Structure):
-    """`Activation` in config.cuh."""
-
-    _fields_ = fields(
-        (c_void_p, "up_scales"),
-        (c_float, "limit"),
-        (c_void_p, "scales"),
-        (c_int64, "pitch"),
-        (c_void_p, "saved"),
-        (c_int64, "saved_row_bytes"),
-    )
-
-
-class Arguments(ctypes.Structure):
-    """`Arguments` in config.cuh."""
-
-    _fields_ = fields(
-        (c_void_p, "weight_scales"),
-        (c_int64, "weight_scale_stride weight_scale_stride_k"),
-        (c_void_p, "bias"),
-        (c_int, "num_weights num_k_blocks last_token"),
-        (c_int * _MAX_TOKEN_BOXES, "stage_bytes"),
-        (c_int, "num_row_tiles num_col_tiles num_whole_tiles band"),
-        (c_int64, "inverse"),
-        (c_int, "programmatic"),
-        (Groups, "groups"),
-        (Activation, "activation"),
-    )
-
-
 @lru_cache(4096)
 def kernel_of(
     config: GemmConfig, bias: torch.dtype | None, group_layout: GroupLayout | None = None
@@ -173,7 +129,7 @@ def prepare_gemm(
     clusters = num_clusters(config, token_tiles, n, sms)
     num_band = min(band(config, tokens, k), token_tiles)
     boxes = config.token_boxes(m)
-    stage_bytes = [config.stage_bytes(box) for box in boxes]
+    stage_bytes = tuple([config.stage_bytes(box) for box in boxes])
     stride, stride_k = b_scale_inv.stride()[-2:]
     arguments = Arguments(
         weight_scale_stride=stride,
@@ -181,7 +137,7 @@ def prepare_gemm(
         num_weights=n,
         num_k_blocks=num_blocks(k),
         last_token=config.last_token(m),
-        stage_bytes=(c_int * _MAX_TOKEN_BOXES)(*stage_bytes),
+        stage_bytes=stage_bytes,
         num_row_tiles=rows,
         num_col_tiles=columns,
         num_whole_tiles=num_whole_tiles(config, token_tiles * weight_tiles, clusters),
@@ -247,7 +203,7 @@ def _pointers(config: GemmConfig, sources: GemmSources, num_token_boxes: int) ->
         *pointers(
             Groups,
             4,
-            Arguments.groups.offset,
+            offset_of(Arguments, "groups"),
             bounds=sources.bounds,
             d=sources.d if config.grouped else None,
             tile_counter=sources.tile_counter,
@@ -255,7 +211,7 @@ def _pointers(config: GemmConfig, sources: GemmSources, num_token_boxes: int) ->
         *pointers(
             Activation,
             4,
-            Arguments.activation.offset,
+            offset_of(Arguments, "activation"),
             up_scales=sources.up_scale_inv,
             scales=sources.d_scale_inv,
             saved=sources.saved,

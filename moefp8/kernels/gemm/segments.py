@@ -1,22 +1,15 @@
 """Launch `segments.cu`: which of R rows that lie side by side are of one group."""
 
-import ctypes
-from ctypes import c_int, c_void_p
 from pathlib import Path
 
 from ..common.blocks import BLOCK, ceil_div
-from ..jit import Kernel, Launch, Source, current_driver, fields, pointers
+from ..jit import Kernel, Launch, Source, current_driver, pointers, struct_of
 
 SOURCE = Path(__file__).with_name("segments.cu")
+Arguments = struct_of(SOURCE)
 _ENTRY_BYTES = 16
 ZERO_OF_LIST = 4  # bytes from its beginning to an int that is zero, for a tile counter
 _THREADS = 1024
-
-
-class Arguments(ctypes.Structure):
-    """`Arguments` in segments.cu."""
-
-    _fields_ = fields((c_void_p, "group_of_row list"), (c_int, "num_rows num_groups"))
 
 
 def most_segments(num_rows: int) -> int:

@@ -1,20 +1,13 @@
 """Launch `tile_counter.cu`: a counter at zero, from which clusters of a grouped GEMM take tiles."""
 
-import ctypes
-from ctypes import c_void_p
 from pathlib import Path
 
-from ..jit import Kernel, Launch, Source, current_driver, fields, pointers
+from ..jit import Kernel, Launch, Source, current_driver, pointers, struct_of
 
 SOURCE = Path(__file__).with_name("tile_counter.cu")
+Arguments = struct_of(SOURCE)
 COUNTER_BYTES = 4
 _THREADS = 32
-
-
-class Arguments(ctypes.Structure):
-    """`Arguments` in tile_counter.cu."""
-
-    _fields_ = fields((c_void_p, "counter"))
 
 
 def kernel_of() -> Kernel:

@@ -10,13 +10,14 @@ import json
 import warnings
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 
-from ..jit import read_beside_kernels, source_digest
+from ..jit import read_beside_kernels, source_digest, write_beside_kernels
 from . import heuristic
 from .config import GemmConfig
 from .launch import SOURCE, Sms, busy_sms
@@ -106,6 +107,9 @@ def config_source_of(device_index: int) -> ConfigSource:
 # ---- The file ----
 
 BROKEN = (OSError, ValueError)
+# The digest of these sources, and what it was while comments counted. Tables that were stored then
+# are adopted, until a kernel changes: then both are to be deleted.
+_DIGEST, _FORMER_DIGEST = "d3d8678c1c8b", "2e75b2e110fd"
 
 
 @cache
@@ -125,7 +129,10 @@ def measured(device_index: int) -> Table:
 
 def stored(device_index: int) -> Table:
     """Read what tuning/keep.py wrote: a checksum, then what it is of. Raises one of `BROKEN`."""
-    data = read_beside_kernels(file_name(device_index))
+    name = file_name(device_index)
+    data = read_beside_kernels(name)
+    if data is None:
+        data = _adopt(name, name.replace(_DIGEST, _FORMER_DIGEST))
     if data is None:
         return NOTHING
     told, _, table = data.partition(b"\n")
@@ -134,12 +141,24 @@ def stored(device_index: int) -> Table:
     return _table_from(json.loads(table))
 
 
+def _adopt(name: str, former_name: str) -> bytes | None:
+    """The file of the former name, which is stored under this one from now on."""
+    data = read_beside_kernels(former_name)
+    if data is not None:
+        with suppress(OSError):  # of a folder that is read-only, the former file serves on
+            write_beside_kernels(name, data)
+    return data
+
+
 def checksum(data: bytes) -> bytes:
     return hashlib.sha256(data).hexdigest().encode()
 
 
 def file_name(device_index: int) -> str:
-    """A name for this kind of GPU and the kernels as they are: others would have other times."""
+    """A name for this kind of GPU and the kernels as they are: others would have other times.
+
+    Comments and blank space are no part of a kernel.
+    """
     if not torch.cuda.is_available():
         return "tuned-without-gpu.txt"
     of = torch.cuda.get_device_properties(device_index)

@@ -1,4 +1,4 @@
-"""Structures that a kernel or the driver is given, told as C tells them."""
+"""Structures that the driver is given, told as C tells them."""
 
 
 def fields(*members: tuple[type, str]) -> list[tuple[str, type]]:

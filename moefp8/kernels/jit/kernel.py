@@ -15,6 +15,7 @@ from .cubin import CompileError, Cubin, JitError, Program
 from .interleave import VERSION, interleaved
 from .nvcc import Nvcc
 from .nvrtc import Nvrtc
+from .source import files_of
 
 ARCHITECTURE = "sm_90a"
 OPTIONS = (
@@ -23,10 +24,8 @@ OPTIONS = (
     "--ptxas-options=-v",  # registers and spills, for `Cubin.problems`
     "--ptxas-options=-warn-spills",
 )
-DEVICE_FOLDER = Path(__file__).parent.parent / "device"
 _FORMAT = 1  # the version of a cache entry's format
 _COMPILE_TIME = re.compile(r"^.*\bCompile time\b.*\n?", re.MULTILINE)
-_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
 
 _COMPILERS: dict[str, type[Nvrtc | Nvcc]] = {"nvrtc": Nvrtc, "nvcc": Nvcc}
 _found: Once[str, Nvrtc | Nvcc] = Once()
@@ -100,12 +99,6 @@ def num_processors() -> int:
     return os.cpu_count() or 1
 
 
-def source_digest(source: Path) -> str:
-    """A digest of a .cu file and of all that it includes."""
-    files = sorted(_program(Kernel(source, "")).files.items())
-    return hashlib.sha256(json.dumps(files).encode()).hexdigest()
-
-
 def _compiler() -> Nvrtc | Nvcc:
     """NVRTC, or what `MOEFP8_COMPILER` names; both see the same text and options."""
     name = os.environ.get("MOEFP8_COMPILER", "nvrtc")
@@ -143,26 +136,7 @@ def _compile(kernel: Kernel, program: Program, compiler: Nvrtc | Nvcc, pattern: 
 
 def _program(kernel: Kernel) -> Program:
     """The source and all that it includes, as text, so that the key covers what is compiled."""
-    folders = (kernel.source.parent, DEVICE_FOLDER)
-    files = {kernel.source.name: _read(kernel.source)}
-    missing = _INCLUDE.findall(files[kernel.source.name])
-    while missing:
-        name = missing.pop()
-        if name in files:
-            continue
-        path = next((folder / name for folder in folders if (folder / name).is_file()), None)
-        if path is None or ".." in Path(name).parts:
-            raise JitError(f'{kernel}: includes "{name}", not found in {folders[0]}, {folders[1]}')
-        files[name] = _read(path)
-        missing += _INCLUDE.findall(files[name])
-    return Program(kernel.name, kernel.source.name, files)
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise JitError(f"{path} cannot be read ({error.strerror}); reinstall moefp8") from error
+    return Program(kernel.name, kernel.source.name, files_of(kernel.source))
 
 
 def _key(program: Program, compiler: Nvrtc | Nvcc, pattern: str) -> str:

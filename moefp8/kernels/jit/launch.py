@@ -12,6 +12,7 @@ from functools import lru_cache
 from operator import itemgetter
 from typing import Any, NamedTuple
 
+from .abi import offset_of
 from .cubin import JitError
 from .driver import Function, current_driver
 from .fields import fields
@@ -82,7 +83,7 @@ def pointers(
 ) -> list[Pointer]:
     """Fields of a structure that lies `at` bytes into an argument, by name; None: no address."""
     return [
-        Pointer(argument, at + getattr(struct, name).offset, source)
+        Pointer(argument, at + offset_of(struct, name), source)
         for name, source in sources.items()
         if source is not None
     ]

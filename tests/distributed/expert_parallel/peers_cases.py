@@ -14,8 +14,6 @@ from moefp8.distributed.expert_parallel.peer_memory import PeerMemory
 from moefp8.distributed.expert_parallel.peers import PeerExchange
 from moefp8.distributed.expert_parallel.peers_launch import (
     COMBINE_AND_GIVE_BACK,
-    GiveBackArguments,
-    PushArguments,
     give_back_kernel_of,
     push_codes_kernel_of,
     push_rows_kernel_of,
@@ -105,5 +103,5 @@ class Recording(Emulator):
     """It runs nothing."""
 
     def compute(self, made, parameters):
-        of = PushArguments if made.kernel.source.stem == "push" else GiveBackArguments
+        of = jit.struct_of(made.kernel.source)
         made.arguments = of.from_buffer_copy(of.from_address(parameters[-1]))

@@ -18,10 +18,8 @@ from moefp8.distributed.expert_parallel.peer_memory import (
 from moefp8.distributed.expert_parallel.peers_launch import (
     COMBINE_AND_GIVE_BACK,
     CombineAndGiveBack,
-    GiveBackArguments,
     Order,
     Place,
-    PushArguments,
     Sizes,
     give_back_kernel_of,
     order_of,
@@ -42,7 +40,6 @@ from tests.distributed.expert_parallel.peers_cases import (
     placed,
 )
 from tests.fakes.emulator import FakeDriver
-from tests.gpu import assert_arguments_fit
 from tests.routing.cases import DTYPES
 
 FLAGS = True, False
@@ -56,14 +53,6 @@ SUMS = [combine_launch.kernel_of(dtype, flag, 2) for dtype, flag in product(DTYP
 def test_every_variant_compiles_and_spills_nothing(kernels):
     for kernel, cubin in zip(kernels, compile_kernels(kernels), strict=True):
         assert cubin.problems() == [], kernel
-
-
-@pytest.mark.usefixtures("own_cache")
-@pytest.mark.parametrize(
-    ("arguments", "kernel"), [(PushArguments, PUSH[0]), (GiveBackArguments, GIVE_BACK[0])]
-)
-def test_arguments_lie_in_memory_as_the_kernels_read_them(arguments, kernel, tmp_path):
-    assert_arguments_fit(arguments, kernel, tmp_path)
 
 
 # ---- Places ----

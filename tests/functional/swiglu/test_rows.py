@@ -16,7 +16,7 @@ from tests import naive
 from tests.fakes import cuda_on_cpu
 from tests.fakes.emulator import emulated
 from tests.functional.swiglu.cases import check_quantized, differentiated, sizes_of_terms
-from tests.gpu import assert_arguments_fit, on_cpu_and_gpu, on_gpu, poison
+from tests.gpu import on_cpu_and_gpu, on_gpu, poison
 from tests.routing.cases import ids_of
 
 SIZES = 1, 8, 100, 136, 384, 2176
@@ -46,11 +46,6 @@ def test_it_compiles_and_spills_nothing():
     (cubin,) = compile_kernels([room.kernel_of()])
     assert cubin.problems() == []
     assert int(re.findall(r"Used (\d+) registers", cubin.log)[-1]) <= 32  # all threads of an SM
-
-
-@pytest.mark.usefixtures("own_cache")
-def test_arguments_lie_in_memory_as_the_kernel_reads_them(tmp_path):
-    assert_arguments_fit(room._Arguments, room.kernel_of(), tmp_path)
 
 
 @pytest.fixture(scope="module")

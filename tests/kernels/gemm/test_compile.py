@@ -13,10 +13,9 @@ import pytest
 
 from moefp8.kernels import jit
 from moefp8.kernels.gemm.config import GemmConfig, GroupLayout
-from moefp8.kernels.gemm.launch import BIASES, SOURCE, Arguments
+from moefp8.kernels.gemm.launch import BIASES, SOURCE
 from moefp8.kernels.jit.nvrtc import Nvrtc
 from tests.functional.cases import GATE_UP_FAMILIES
-from tests.gpu import assert_arguments_fit
 from tests.kernels import nvdisasm
 from tests.kernels.gemm import families
 from tests.kernels.gemm.chosen import configs, experts_configs, grouped_configs
@@ -105,12 +104,6 @@ def test_every_configuration_compiles_and_spills_nothing(which, cubins_of):
         for variant in [x for x in found if x.layout is None and x.config.wgmma_n == 176]:
             assert all("spill" in line for line in found.pop(variant))  # it costs speed alone
     assert found == {}
-
-
-@pytest.mark.usefixtures("own_cache")
-def test_arguments_lie_in_memory_as_the_kernel_reads_them(tmp_path):
-    kernel = Variant(configs()[0]).kernel()
-    assert_arguments_fit(Arguments, kernel, tmp_path)
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from moefp8.kernels.gemm.call import takes_tiles
 from moefp8.kernels.gemm.config import GroupLayout
 from moefp8.kernels.gemm.launch import GroupsOfTokens, Sms
 from moefp8.kernels.gemm.operands import Operands
-from tests.gpu import NUM_SMS, assert_arguments_fit
+from tests.gpu import NUM_SMS
 from tests.kernels.gemm.grouped_cases import (
     UNTOUCHED,
     expected_of,
@@ -81,7 +81,5 @@ def test_the_counter_is_memory_of_each_call_and_zeroed_before(gpu, layout, progr
 
 
 @pytest.mark.usefixtures("own_cache")
-def test_the_kernel_spills_nothing_and_reads_its_argument(tmp_path):
-    kernel = tile_counter.kernel_of()
-    assert jit.compile_kernel(kernel).problems() == []
-    assert_arguments_fit(tile_counter.Arguments, kernel, tmp_path)
+def test_the_kernel_spills_nothing():
+    assert jit.compile_kernel(tile_counter.kernel_of()).problems() == []

@@ -1,6 +1,7 @@
 """Measured configurations are kept, read back, and taken by the launchers; without a GPU."""
 
 import os
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -33,6 +34,14 @@ FOUND = {
     EXPERTS: {1: None, 16: PAIR, 32: PAIR, 64: None},
     RANK: {64: PAIR, 128: PAIR},
 }
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """An H200, as far as the file's name asks."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    properties = SimpleNamespace(name="NVIDIA H200", multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
 
 
 @pytest.fixture
@@ -166,17 +175,67 @@ def test_without_a_file_the_heuristic_chooses():
     assert tuned.measured(0).found == {}
 
 
+@pytest.mark.usefixtures("hopper")
 def test_another_kernel_source_has_another_file(monkeypatch):
-    before = tuned.file_name(0)
-    monkeypatch.setattr(tuned, "source_digest", lambda source: "other")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    properties = SimpleNamespace(name="NVIDIA H200", multi_processor_count=132)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     name = tuned.file_name(0)
-    assert name != before
     assert name.startswith("tuned-nvidia-h200-132-")
+    monkeypatch.setattr(tuned, "source_digest", lambda source: "other")
+    other = tuned.file_name(0)
     monkeypatch.setattr(tuned, "source_digest", lambda source: "another")
-    assert tuned.file_name(0) != name
+    assert len({name, other, tuned.file_name(0)}) == 3
+
+
+@pytest.mark.usefixtures("hopper")
+def test_a_comment_leaves_the_file_its_name(monkeypatch, tmp_path):
+    (tmp_path / "inner.cuh").write_text("constexpr int kX = 1;\n")
+    source = tmp_path / "gemm.cu"
+    monkeypatch.setattr(tuned, "SOURCE", source)
+    names = []
+    for text in (
+        '#include "inner.cuh"\nint y = f(kX, "//");\n',
+        '// New.\n#include "inner.cuh"\n\nint y =   f(kX, // x\n "//"); /* y\n */',
+        '#include "inner.cuh"\nint y = f(kX, "// new");\n',
+    ):
+        source.write_text(text)
+        names.append(tuned.file_name(0))
+    (tmp_path / "inner.cuh").write_text("constexpr int kX = 2;\n")
+    names.append(tuned.file_name(0))
+    assert names[0] == names[1]
+    assert len(set(names)) == 3
+
+
+FORMER_NAME = "tuned-nvidia-h200-132-2e75b2e110fd.txt"  # while comments counted
+
+
+@pytest.mark.usefixtures("own_cache", "hopper")
+def test_a_table_of_the_former_name_is_adopted():
+    """Where a kernel has changed, tables of before say nothing: delete this, and `_FORMER_DIGEST`.
+
+    Where its text has changed and its machine code has not, `_DIGEST` becomes the new digest.
+    """
+    path = Path(keep(0, FOUND))
+    former = path.rename(path.with_name(FORMER_NAME))
+    assert former != path
+    assert tuned.stored(0).found == FOUND
+    former.unlink()
+    assert tuned.stored(0).found == FOUND
+
+
+@pytest.mark.usefixtures("own_cache", "hopper")
+def test_a_table_is_not_adopted_by_other_kernels(monkeypatch):
+    path = Path(keep(0, FOUND))
+    path.rename(path.with_name(FORMER_NAME))
+    monkeypatch.setattr(tuned, "source_digest", lambda source: "other")
+    assert tuned.stored(0).found == {}
+
+
+@pytest.mark.usefixtures("own_cache", "hopper")
+def test_a_newer_table_wins_over_the_former():
+    path = Path(keep(0, FOUND))
+    former = path.rename(path.with_name(FORMER_NAME))
+    keep(0, {LINEAR: {8: FLAT}})
+    assert tuned.stored(0).found == {**FOUND, LINEAR: {8: FLAT}}
+    assert former.exists()
 
 
 # Measuring

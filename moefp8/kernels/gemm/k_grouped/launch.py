@@ -1,7 +1,5 @@
 """Launch `k_grouped.cu`, the GEMM of gradients in weights, on a Hopper GPU."""
 
-import ctypes
-from ctypes import c_int, c_int64, c_void_p
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,15 +14,16 @@ from ...jit import (
     Pointer,
     Source,
     current_driver,
-    fields,
     join_maps,
     pointers,
+    struct_of,
     tensor_map,
 )
 from ..launch import Sms
 from .config import KGroupedConfig, Output, choose_config
 
 SOURCE = Path(__file__).with_name("k_grouped.cu")
+Arguments = struct_of(SOURCE)
 _BAND_ROWS = 1536  # of d, that CTAs which run at once are spread over
 
 
@@ -47,16 +46,6 @@ class KGroupedSources(NamedTuple):
     b_scale_inv: Source
     d: Source
     expert_offsets: Source | None = None
-
-
-class Arguments(ctypes.Structure):
-    """`Arguments` in config.cuh."""
-
-    _fields_ = fields(
-        (c_void_p, "expert_offsets d"),
-        (c_int64, "d_matrix_bytes d_row_bytes"),
-        (c_int, "num_experts num_tokens m n num_row_tiles num_col_tiles band aligned"),
-    )
 
 
 def kernel_of(config: KGroupedConfig) -> Kernel:

@@ -10,9 +10,8 @@ import torch
 from moefp8.kernels import jit
 from moefp8.kernels.gemm.config import MAX_SHARED_BYTES
 from moefp8.kernels.gemm.k_grouped.config import KGroupedConfig, Output, choose_config
-from moefp8.kernels.gemm.k_grouped.launch import Arguments, kernel_of, needed_kernels
+from moefp8.kernels.gemm.k_grouped.launch import kernel_of, needed_kernels
 from tests.fakes.emulator import emulated
-from tests.gpu import assert_arguments_fit
 from tests.kernels import nvdisasm
 from tests.kernels.gemm.k_grouped.cases import OUTPUTS, inputs_of, run_and_compare, sides
 from tests.kernels.gemm.test_compile import releases_before_reads
@@ -58,11 +57,6 @@ def codes(cubins, tmp_path_factory) -> dict[KGroupedConfig, str]:
 def test_every_configuration_compiles_and_spills_nothing(cubins):
     problems = {config: cubin.problems() for config, cubin in cubins.items()}
     assert {config: found for config, found in problems.items() if found} == {}
-
-
-@pytest.mark.usefixtures("own_cache")
-def test_arguments_lie_in_memory_as_the_kernel_reads_them(tmp_path):
-    assert_arguments_fit(Arguments, kernel_of(all_configs()[0]), tmp_path)
 
 
 def test_machine_code_is_what_was_meant(codes):
