@@ -21,8 +21,9 @@ from moefp8.kernels.gemm import config as gemm_config
 from moefp8.kernels.gemm import heuristic
 from moefp8.kernels.gemm import launch as gemm_launch
 from moefp8.kernels.gemm import operands as gemm_operands
+from moefp8.kernels.gemm.call import prepare_dense
 from moefp8.kernels.gemm.config import GemmConfig
-from moefp8.kernels.jit import Source
+from moefp8.kernels.gemm.tuned import ConfigSource
 
 RESULTS = Path(__file__).parent / "results" / "gemm_configs.json"
 M = (1, 16, 64, 128, 512, 4096)
@@ -70,11 +71,7 @@ def call_of(config: GemmConfig, operands: Operands) -> Call:
     d, num_sms = operands.x.new_empty(operands.x.shape[0], operands.w.shape[0]), get_num_sms()
     given = gemm_operands.Operands(*operands.a, *operands.b, d)
     matrices = gemm_operands.fitting_operands(given, False, keep_d=False)
-    sources, sms = (
-        gemm_launch.GemmSources(*map(Source, range(5))),
-        gemm_launch.Sms(num_sms, num_sms),
-    )
-    launch = gemm_launch.prepare_gemm(config, matrices, sources, sms, len(d), programmatic=False)
+    launch = prepare_dense(config, matrices, ConfigSource(num_sms, num_sms))
 
     def run() -> torch.Tensor:
         launch.on(d.get_device(), tuple(x.data_ptr() for x in matrices))

@@ -23,7 +23,7 @@ from benchmarks.moe_cases import MODELS, Case, random_experts
 from benchmarks.timing import Call, captured, device_us, graph_us_many, layer_us_many, on_driver
 from moefp8 import GroupedExperts, MoE
 from moefp8.distributed.shard import own_choices
-from moefp8.functional import experts_launch
+from moefp8.functional import expert_parts
 from moefp8.functional.swiglu import swiglu
 from moefp8.kernels import jit
 from moefp8.kernels.common.blocks import E4M3, ceil_div
@@ -66,7 +66,7 @@ def counters(experts: GroupedExperts) -> Iterator[Row]:
         for name, takes in (("counter", True), ("every n-th", False)):
             # Each has prepared launches of its own: these keep what takes_tiles said.
             kept = on_driver(jit.Driver(), call)
-            calls[name] = _with(experts_launch, "takes_tiles", lambda *_, t=takes: t, kept)
+            calls[name] = _with(expert_parts, "takes_tiles", lambda *_, t=takes: t, kept)
         yield {"what": "tiles, us", "tokens": tokens, **rounded(layer_us_many(calls, 15))}
 
 

@@ -68,7 +68,7 @@ def deciding_numbers(sizes: Sizes) -> Iterator[int]:
 
 def experts_configs(source: ConfigSource, sizes: Sizes) -> Pair:
     """The pair that was measured, else one by the mean load of an expert that has a token."""
-    tuned = None if sizes.masked else source.table.look_up(_layer_of(sizes), sizes.num_tokens)
+    tuned = None if sizes.masked else source.table.look_up(layer_of(sizes), sizes.num_tokens)
     if isinstance(tuned, tuple):
         return tuned
     groups, load = mean_load(sizes)
@@ -78,7 +78,7 @@ def experts_configs(source: ConfigSource, sizes: Sizes) -> Pair:
 
 def all_experts_configs(source: ConfigSource, sizes: Sizes) -> set[Pair]:
     """What `experts_configs` chooses for up to as many tokens as `sizes` says."""
-    measured = source.table.found.get(_layer_of(sizes), ())
+    measured = source.table.found.get(layer_of(sizes), ())
     numbers = {*deciding_numbers(sizes), *measured, *(n + 1 for n in measured)}
     asked = (sizes._replace(num_tokens=n) for n in numbers if n <= sizes.num_tokens)
     return {experts_configs(source, x) for x in asked}
@@ -99,7 +99,8 @@ def saving_config(config: GemmConfig, sizes: Sizes, num_sms: int) -> GemmConfig:
     return replace(config, saves_gate_up=True)
 
 
-def _layer_of(sizes: Sizes) -> Experts:
+def layer_of(sizes: Sizes) -> Experts:
+    """The layer that measured configs are kept for."""
     h, i = sizes.hidden_size, sizes.intermediate_size
     is_rank = sizes.num_experts < sizes.num_to_choose_from
     num_global_experts = sizes.num_global_experts if is_rank else None

@@ -14,43 +14,41 @@ Before them, a weight whose transpose is not kept is transposed.
 
 import math
 from collections.abc import Callable
+from math import gcd
 from typing import TYPE_CHECKING
 
 import torch
 
-from ..kernels.common.blocks import MIN_GRADIENT_AMAX, ceil_div, round_up
+from ..kernels.common.blocks import BLOCK, MIN_GRADIENT_AMAX, TMA_BYTES, ceil_div, round_up
 from ..kernels.common.prepared import Launches, layout_of
-from ..kernels.gemm.config import GemmConfig, GroupLayout
-from ..kernels.gemm.launch import GemmSources, GroupsOfTokens, prepare_gemm
-from ..kernels.gemm.operands import Operands
-from ..kernels.gemm.tuned import ConfigSource, config_source_of
-from ..kernels.jit import Launch, Source, current_driver
-from ..routing.combine_launch import CombineSources, prepare_combine
-from ..routing.dispatch_launch import DispatchSources, prepare_dispatch
-from ..routing.plan_launch import RoutingSources
-from .expert_configs import Sizes, backward_configs, mean_load
-from .experts_launch import Combine, expected_tiles, takes_tiles
-from .swiglu import lies_as_read, saved_as_read
-from .swiglu_backward_launch import SwigluBackwardSources, prepare_swiglu_backward
-from .transposed import transposed
-from .workspace import (
-    BackwardWorkspace,
-    backward_operands_of,
-    has_one_part,
-    num_parts_of,
-    scale_pitch,
+from ..kernels.gemm.tuned import target_of
+from ..kernels.jit import current_driver
+from ..kernels.program import Codes, Place, Record, Tensor, Word, layouts, prepare_launches
+from ..routing.combine_launch import describe_combine
+from ..routing.dispatch_launch import describe_dispatch
+from .expert_configs import Sizes, backward_configs
+from .expert_parts import (
+    Choices,
+    Combine,
+    TransposedWeights,
+    describe_rows_gemm,
+    results_layout,
 )
+from .swiglu import lies_as_read, saved_as_read
+from .swiglu_backward_launch import describe_swiglu_backward
+from .transposed import transposed
+from .workspace import has_one_part, num_parts_of
 
 if TYPE_CHECKING:
     from .experts_backward import ExpertsBackwardInputs
 
 _OP = "experts_backward"
-# The addresses of a call, in order: the tokens' gradients, choices and their weights, what the
-# forward saved and its scales or 0, both transposed weights and their scales, both results, the
-# scales of the tokens' gradients or 0, the word of a `Combine`, the workspace.
-_GRAD, _IDS, _WEIGHTS, _SAVED, _SAVED_SCALES, *_REST = map(Source, range(14))
-_DOWN, _DOWN_SCALES, _GATE_UP, _GATE_UP_SCALES, _DX, _OF_WEIGHTS, *_REST = _REST
-_GRAD_SCALES, _WORD, _MEMORY = _REST
+# The addresses of a call, in order; those of optional tensors are 0 where there are none.
+_INPUTS = (
+    *("grad", "ids", "scores", "saved", "saved_scales"),
+    *("down", "down_scales", "gate_up", "gate_up_scales"),
+    *("dx", "grad_weights", "grad_scales", "word"),
+)
 
 
 def launch_experts_backward(
@@ -64,7 +62,7 @@ def launch_experts_backward(
     """`experts_backward` on the current stream; nothing waits for it.
 
     check: raises if the arguments are wrong; called for layouts that are new.
-    combine: stands for `prepare_combine`; `dx` is then what it needs, and `runs_as_a_whole` holds.
+    combine: stands for `describe_combine`; `dx` is then what it needs, and `runs_as_a_whole` holds.
     word: a number for the kernel of `combine`, which may differ from call to call.
     """
     if 0 in (*inputs.top_k_index.shape, *inputs.down_proj.shape):
@@ -164,7 +162,7 @@ def _launch(
     found = driver.prepared().get(key)
     if found is None:
         check()
-        found = driver.keep(key, _prepare(inputs, weights, dx.data_ptr() % 16 == 0, combine))
+        found = driver.keep(key, _prepare(inputs, weights, dx.data_ptr(), combine))
     saved_scales = 0 if scales is None else scales.data_ptr()
     of_grad = 0 if grad_scales is None else grad_scales.data_ptr()
     addresses = [x.data_ptr() for x in (*weights, dx, of_weights)]
@@ -176,122 +174,110 @@ def _launch(
 def _prepare(
     inputs: "ExpertsBackwardInputs",
     weights: tuple[torch.Tensor, ...],
-    is_aligned: bool,
+    dx_alignment: int,
     combine: Combine | None,
 ) -> Launches:
-    sizes = _sizes_of(inputs)
-    at, rows = BackwardWorkspace.of(sizes), sizes.num_tokens * sizes.top_k
-    configs = config_source_of(inputs.grad.get_device())
-    token_to_row, is_first = _in_memory(at.token_to_row), _in_memory(at.is_first)
-    h, pitch = sizes.hidden_size, scale_pitch(rows)
-    dispatch = prepare_dispatch(
-        inputs.grad,
-        inputs.top_k_index,
-        sizes.num_experts,
-        None,
-        row_pitch=round_up(h, 16),
-        scale_pitch=pitch,
-        sources=DispatchSources(
-            x=_GRAD,
-            rows=_in_memory(at.tokens),
-            row_scales=_in_memory(at.token_scales),
-            counts=_in_memory(at.of_activated),  # it is not yet in use
-            zeros=_in_memory(at.tile_counters),
-            routing=RoutingSources(
-                ids=_IDS,
-                tokens_per_expert=_in_memory(at.counts),
-                expert_offsets=_in_memory(at.offsets),
-                token_to_row=token_to_row,
-            ),
-            x_scales=None if inputs.grad_scale_inv is None else _GRAD_SCALES,
+    sizes, limit = _sizes_of(inputs), inputs.swiglu_limit
+    device_index = inputs.grad.get_device()
+    down, down_scales, gate_up, gate_up_scales = weights
+    shape = sizes.num_tokens, sizes.hidden_size
+    r = Record(target_of(device_index), _INPUTS)
+    describe_experts_backward(
+        r,
+        sizes,
+        choices=Choices(
+            Tensor.of(inputs.top_k_index, "ids"), Tensor.of(inputs.top_k_weights, "scores")
         ),
+        weights=TransposedWeights(
+            Codes.of(down, down_scales, "down"), Codes.of(gate_up, gate_up_scales, "gate_up")
+        ),
+        dx=results_layout("dx", shape, gcd(dx_alignment, TMA_BYTES)),
+        limit=math.inf if limit is None else limit,
         expert_offset=inputs.expert_offset,
+        combine=combine,
+        **layouts(
+            grad=inputs.grad,
+            grad_scales=inputs.grad_scale_inv,
+            saved=inputs.gate_up,
+            saved_scales=inputs.gate_up_scale_inv,
+        ),
+    )
+    return prepare_launches(r, device_index)
+
+
+def describe_experts_backward(
+    r: Record,
+    sizes: Sizes,
+    *,
+    grad: Tensor,
+    grad_scales: Tensor | None,
+    choices: Choices,
+    saved: Tensor,
+    saved_scales: Tensor | None,
+    weights: TransposedWeights,
+    dx: Tensor,
+    limit: float,
+    expert_offset: int,
+    combine: Combine | None,
+) -> None:
+    """The steps of a backward, as the head of this file says.
+
+    The gradients of scores go to the input "grad_weights", fp32 [T, k].
+
+    Args:
+        grad: [T, H], columns contiguous; e4m3 with grad_scales, fp32 [T, ceil(H/128)].
+        saved, saved_scales: as in `describe_swiglu_backward`.
+        dx: bf16 [T, H], contiguous.
+        combine: stands for `describe_combine`.
+    """
+    num_rows, h, i = sizes.num_tokens * sizes.top_k, sizes.hidden_size, sizes.intermediate_size
+    first, second = backward_configs(r.target.configs, sizes)
+    rows = r.codes("rows", (1, num_rows, h))
+    dispatched = describe_dispatch(
+        r,
+        grad,
+        choices.ids,
+        rows,
+        sizes.num_experts,
+        x_scale_inv=grad_scales,
+        expert_offset=expert_offset,
         min_amax=MIN_GRADIENT_AMAX,
-        x_scale_inv=inputs.grad_scale_inv,
     )
-    first, second = _prepare_gemms(sizes, at, weights, configs)
-    limit = inputs.swiglu_limit
-    swiglu = prepare_swiglu_backward(
-        inputs.gate_up,
-        inputs.gate_up_scale_inv,
-        inputs.top_k_weights,
-        math.inf if limit is None else limit,
-        grad_row_pitch=round_up(sizes.intermediate_size, 8),
-        scale_pitch=pitch,
-        sources=SwigluBackwardSources(
-            grad=_in_memory(at.of_activated),
-            saved=_SAVED,
-            saved_scales=None if inputs.gate_up_scale_inv is None else _SAVED_SCALES,
-            rows=_in_memory(at.gate_up),
-            row_scales=_in_memory(at.gate_up_scales),
-            token_to_row=token_to_row,
-            weights=_WEIGHTS,
-            of_weights=_OF_WEIGHTS,
-            is_first=is_first,
-        ),
+    token_to_row, grad_weights = dispatched.maps.token_to_row, Place("grad_weights")
+    grad_activated = r.matrices("grad_activated", (1, num_rows, i), torch.bfloat16)
+    describe_rows_gemm(
+        r, first, rows, weights.down, grad_activated, sizes, dispatched, follows_dispatch=True
     )
-    prepare = prepare_combine if combine is None else combine.prepare
-    last = prepare(
-        inputs.grad.new_empty(inputs.top_k_index.shape, dtype=torch.float32),
-        h,
-        y_row_pitch=round_up(h, 8),
-        is_aligned=is_aligned,
-        sources=CombineSources(
-            _in_memory(at.results),
+    grad_gate_up = r.codes("grad_gate_up", (1, num_rows, 2 * round_up(i, BLOCK)))
+    is_first = r.matrices(
+        "is_first", (1, sizes.num_tokens, sizes.top_k), torch.float32, sizes.top_k
+    )
+
+    describe_swiglu_backward(
+        r,
+        grad_activated,
+        saved,
+        saved_scales,
+        grad_gate_up,
+        limit,
+        weights=choices.scores,
+        token_to_row=token_to_row,
+        grad_weights=grad_weights,
+        is_first=is_first.place,
+    )
+    results = r.matrices("results", (1, num_rows, h), torch.bfloat16)
+    describe_rows_gemm(
+        r, second, grad_gate_up, weights.gate_up, results, sizes, dispatched, follows_dispatch=False
+    )
+    if combine is None:
+        describe_combine(r, results, token_to_row, is_first.first(), dx, programmatic=True)
+    else:
+        combine.describe(
+            r,
+            results,
             token_to_row,
-            is_first,
-            _DX,
-            of_choices=_OF_WEIGHTS,
-            word=_WORD,
-        ),
-        programmatic=True,
-    )
-    return Launches((*dispatch, first, swiglu, second, last), at.size)
-
-
-def _in_memory(offset: int) -> Source:
-    return _MEMORY._replace(plus=offset)
-
-
-def _prepare_gemms(
-    sizes: Sizes, at: BackwardWorkspace, weights: tuple[torch.Tensor, ...], source: ConfigSource
-) -> tuple[Launch, Launch]:
-    (_, load), sms = mean_load(sizes), source.sms
-    first, second = backward_configs(source, sizes)
-    of_down, of_gate_up = backward_operands_of(sizes, weights)
-    bounds, counter = _in_memory(at.offsets), at.tile_counters
-
-    def prepare(
-        config: GemmConfig,
-        operands: Operands,
-        sources: GemmSources,
-        tile_counter: int,
-        ready: bool,
-    ) -> Launch:
-        tiles = 0 if ready else expected_tiles(config, sizes)
-        groups = GroupsOfTokens(GroupLayout.OFFSETS, sizes.num_experts, tiles, bounds_ready=ready)
-        takes = takes_tiles(config, sizes, operands, groups, sms)
-        sources = sources._replace(
-            bounds=bounds, tile_counter=_in_memory(tile_counter) if takes else None
+            is_first.first(),
+            dx,
+            grad_weights=grad_weights,
+            word=Word("word"),
         )
-        return prepare_gemm(config, operands, sources, sms, load, groups=groups)
-
-    tokens, token_scales = _in_memory(at.tokens), _in_memory(at.token_scales)
-    gate_up, gate_up_scales = _in_memory(at.gate_up), _in_memory(at.gate_up_scales)
-    of_activated, results = _in_memory(at.of_activated), _in_memory(at.results)
-    return (
-        prepare(
-            first,
-            of_down,
-            GemmSources(tokens, token_scales, _DOWN, _DOWN_SCALES, of_activated),
-            counter,
-            False,
-        ),
-        prepare(
-            second,
-            of_gate_up,
-            GemmSources(gate_up, gate_up_scales, _GATE_UP, _GATE_UP_SCALES, results),
-            counter + 4,
-            True,
-        ),
-    )

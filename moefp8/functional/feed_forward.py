@@ -22,10 +22,11 @@ from ..kernels.common.registry import register_inputs
 from ..kernels.common.tma_operands import fitting, lying_as
 from ..kernels.gemm.config import GroupLayout
 from ..kernels.gemm.dense import DenseInputs, block_scaled_matmul, launch_dense
-from ..kernels.gemm.launch import GateUp, GemmSources, GroupsOfTokens, prepare_gemm
+from ..kernels.gemm.launch import GateUp, GroupsOfTokens, describe_gemm
 from ..kernels.gemm.operands import Operands, check_sizes
-from ..kernels.gemm.tuned import config_source_of
-from ..kernels.jit import Launch, Source, current_driver
+from ..kernels.gemm.tuned import target_of
+from ..kernels.jit import Launch, current_driver
+from ..kernels.program import Codes, Place, Record, Tensor, prepare_launch
 from ..quant.numerics import quantize_1x128
 from ..quant.quantize import launch_quantize_1x128
 from .expert_configs import gate_up_config
@@ -121,39 +122,55 @@ def _launch_gate_up(
     gate_up: torch.Tensor | None,
 ) -> None:
     """Write SwiGLU of the GEMMs of gate, in operands, and up, lying alike, into d and scales."""
-    driver = current_driver()
+    driver, saves = current_driver(), gate_up is not None
     tensors = (*operands, up, up_scale_inv, scales)
     limit = math.inf if swiglu_limit is None else swiglu_limit
-    saves = gate_up is not None
     key = ("gate_up", tuple([layout_of(x) for x in operands]), limit, saves, driver.max_sms)
-    launch = prepared(key, lambda: _prepare_gate_up(operands, scales, limit, saves))
+    launch = prepared(
+        key, lambda: _prepare_gate_up(operands, (up, up_scale_inv), scales, limit, saves)
+    )
     saved = 0 if gate_up is None else gate_up.data_ptr()
     addresses = *(x.data_ptr() for x in tensors), saved
     launch.on(operands.a.get_device(), addresses)
 
 
-def _prepare_gate_up(operands: Operands, scales: torch.Tensor, limit: float, saves: bool) -> Launch:
+_INPUTS = (
+    *("x", "x_scales", "gate", "gate_scales", "activated", "up", "up_scales"),
+    *("activated_scales", "saved"),
+)
+_WEIGHTS = frozenset(_INPUTS[2:4] + _INPUTS[5:7])
+
+
+def _prepare_gate_up(
+    operands: Operands,
+    up: tuple[torch.Tensor, torch.Tensor],
+    scales: torch.Tensor,
+    limit: float,
+    saves: bool,
+) -> Launch:
     """The grouped GEMM of a single group that has all tokens, and needs no bounds."""
     (m, h), i = operands.a.shape, operands.b.shape[0]
     check_sizes(_OP, m, i, h)
-    configs = config_source_of(operands.a.get_device())
-    config = replace(gate_up_config(configs, m, h, i), saves_gate_up=saves)
-    of_operands = GemmSources(*map(Source, range(5)))
-    of_up, of_up_scales, of_scales, saved = map(Source, range(5, 9))
-    return prepare_gemm(
+    device_index = operands.a.get_device()
+    r = Record(target_of(device_index), _INPUTS, older=_WEIGHTS)
+    config = replace(gate_up_config(r.target.configs, m, h, i), saves_gate_up=saves)
+    tiles = config.token_tiles(m)
+    describe_gemm(
+        r,
         config,
-        Operands(*(x[None] for x in operands)),
-        of_operands._replace(
-            up=of_up,
-            up_scale_inv=of_up_scales,
-            d_scale_inv=of_scales,
-            saved=saved if saves else None,
-        ),
-        configs.sms,
+        Codes.of(operands.a, operands.a_scale_inv, "x").batched(),
+        Codes.of(operands.b, operands.b_scale_inv, "gate").batched(),
+        Tensor.of(operands.d, "activated").batched(),
         m,
-        groups=GroupsOfTokens(GroupLayout.OFFSETS, 1, config.token_tiles(m), bounds_ready=True),
-        gate_up=GateUp(limit, scales.stride(1) if scales.shape[1] > 1 else round_up(m, 4)),
+        groups=GroupsOfTokens(GroupLayout.OFFSETS, None, 1, 1, tiles, bounds_ready=True),
+        gate_up=GateUp(
+            Codes.of(*up, "up").batched(),
+            limit,
+            Tensor.of(scales, "activated_scales").batched(),
+            Place("saved") if saves else None,
+        ),
     )
+    return prepare_launch(r, device_index)
 
 
 feed_forward = register_inputs(

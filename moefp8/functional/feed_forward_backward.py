@@ -22,13 +22,15 @@ from ..kernels.common.checks import FLOATS, check_same_device, check_shape, chec
 from ..kernels.common.prepared import layout_of, prepared
 from ..kernels.common.registry import register_inputs
 from ..kernels.gemm.dense import DenseInputs, block_scaled_matmul, launch_dense
-from ..kernels.jit import Source
+from ..kernels.gemm.tuned import target_of
+from ..kernels.jit import Launch
+from ..kernels.program import Codes, Record, Tensor, prepare_launch
 from ..quant.numerics import quantize_1x128
 from ..quant.quantize import launch_quantize_1x128
 from .autograd import first_order, no_gradients, records
 from .feed_forward import FeedForwardInputs, feed_forward, feed_forward_saving
 from .swiglu import as_saved, swiglu_grad
-from .swiglu_backward_launch import SwigluBackwardSources, prepare_swiglu_backward
+from .swiglu_backward_launch import describe_swiglu_backward
 from .transposed import transposed, transposed_side_by_side
 
 _OP = "feed_forward_backward"
@@ -121,19 +123,21 @@ def _launch(inputs: FeedForwardBackwardInputs) -> torch.Tensor:
     rows = grad.new_empty(num_tokens, 2 * round_up(i, BLOCK), dtype=E4M3)
     row_scales = empty_tma_aligned((num_tokens, 2 * num_blocks(i)), grad.device)
     limit = math.inf if inputs.swiglu_limit is None else inputs.swiglu_limit
-    pitch = row_scales.stride(1)
-    launch = prepared(
-        (_OP, layout_of(gate_up), limit),
-        lambda: prepare_swiglu_backward(
-            gate_up,
+
+    def prepare() -> Launch:
+        device_index = grad.get_device()
+        r = Record(target_of(device_index), ("grad_activated", "saved", "rows", "rows_scales"))
+        describe_swiglu_backward(
+            r,
+            Tensor.of(of_activated, "grad_activated"),
+            Tensor.of(gate_up, "saved"),
             None,
-            None,
+            Codes.of(rows, row_scales, "rows"),
             limit,
-            grad_row_pitch=of_activated.stride(0),
-            scale_pitch=pitch,
-            sources=SwigluBackwardSources(Source(0), Source(1), None, Source(2), Source(3)),
-        ),
-    )
+        )
+        return prepare_launch(r, device_index)
+
+    launch = prepared((_OP, layout_of(gate_up), limit), prepare)
     addresses = tuple([x.data_ptr() for x in (of_activated, gate_up, rows, row_scales)])
     launch.on(grad.get_device(), addresses)
     of_gate_up = rows, row_scales, both, scales.mT, dx, None

@@ -8,14 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..kernels.common.blocks import (
-    E4M3,
-    MIN_AMAX,
-    MIN_GRADIENT_AMAX,
-    empty_tma_aligned,
-    num_blocks,
-    round_up,
-)
+from ..kernels.common.blocks import E4M3, MIN_AMAX, MIN_GRADIENT_AMAX, num_blocks
 from ..kernels.common.checks import (
     FLOATS,
     check_bias,
@@ -28,13 +21,14 @@ from ..kernels.common.prepared import Launches, layout_of
 from ..kernels.common.registry import register_inputs
 from ..kernels.common.tma_operands import fits
 from ..kernels.gemm.dense import DenseInputs, block_scaled_matmul, launch_dense
-from ..kernels.gemm.launch import GemmSources, prepare_gemm
-from ..kernels.gemm.operands import Operands, check_sizes
-from ..kernels.gemm.tuned import config_source_of
-from ..kernels.jit import Source, current_driver
+from ..kernels.gemm.launch import describe_gemm
+from ..kernels.gemm.operands import check_sizes
+from ..kernels.gemm.tuned import target_of
+from ..kernels.jit import current_driver
+from ..kernels.program import Codes, Place, Record, Tensor, layouts, prepare_launches
 from ..quant.numerics import quantize_1x128
 from ..quant.quantize import launch_quantize_1x128
-from ..quant.quantize_launch import prepare_quantize
+from ..quant.quantize_launch import describe_quantize
 from .autograd import first_order, no_gradients, records
 from .transposed import transposed
 
@@ -83,8 +77,7 @@ def _body(inputs: LinearInputs) -> torch.Tensor:
     return y.copy_(result if bias is None else result + bias.float())
 
 
-# The addresses of a call, in order; the first kernel fills MEMORY for the second.
-_X, _WEIGHT, _SCALES, _Y, _BIAS, _MEMORY = map(Source, range(6))
+_INPUTS = "x", "weight", "weight_scales", "y", "bias"  # the addresses of a call, in order
 
 
 def _launch(inputs: LinearInputs, min_amax: float = MIN_AMAX) -> torch.Tensor:
@@ -133,27 +126,15 @@ def _prepare(inputs: LinearInputs, min_amax: float) -> Launches:
     if not (m and n and k and k % 16 == n % 8 == 0 and in_order and fits(weight)):
         return Launches((), 0)
     check_sizes(_OP, m, n, k)
-    data_bytes, scale_pitch = round_up(m * k, 256), round_up(m, 4)
-    of_data, of_scales = _MEMORY, _MEMORY._replace(plus=data_bytes)
-    quantize = prepare_quantize(
-        x, scale_pitch, False, None, (_X, of_data, of_scales), min_amax=min_amax
-    )
-    configs, meta = config_source_of(x.get_device()), torch.device("meta")
-    gemm = prepare_gemm(
-        configs.dense(m, n, k, batch_invariant),
-        Operands(
-            torch.empty((m, k), dtype=E4M3, device=meta),
-            empty_tma_aligned((m, num_blocks(k)), meta),
-            weight,
-            weight_scale_inv,
-            torch.empty((m, n), dtype=torch.bfloat16, device=meta),
-        ),
-        GemmSources(of_data, of_scales, _WEIGHT, _SCALES, _Y, bias=None if bias is None else _BIAS),
-        configs.sms,
-        m,
-        bias=None if bias is None else bias.dtype,
-    )
-    return Launches((quantize, gemm), data_bytes + num_blocks(k) * scale_pitch * 4)
+    device_index = x.get_device()
+    r = Record(target_of(device_index), _INPUTS)
+    config = r.target.configs.dense(m, n, k, batch_invariant)
+    rows = r.codes("rows", (1, m, k)).first()
+    describe_quantize(r, Tensor.of(x, "x"), rows, None, min_amax=min_amax)
+    weights = Codes.of(weight, weight_scale_inv, "weight")
+    y = Tensor((m, n), (n, 1), torch.bfloat16, Place("y"))
+    describe_gemm(r, config, rows, weights, y, m, **layouts(bias=bias))
+    return prepare_launches(r, device_index)
 
 
 fp8_linear = register_inputs(_OP, LinearInputs, "Tensor", cpu=_body, fake=_allocate, hopper=_launch)

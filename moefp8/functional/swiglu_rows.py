@@ -19,12 +19,14 @@ from ..kernels.common.blocks import (
 from ..kernels.common.checks import FLOATS, check_same_device, check_shape, check_tensor
 from ..kernels.common.prepared import layout_of, prepared
 from ..kernels.common.registry import register_inputs
-from ..kernels.jit import Source
+from ..kernels.gemm.tuned import target_of
+from ..kernels.jit import Launch
+from ..kernels.program import Codes, Place, Record, Tensor, layouts, prepare_launch
 from ..quant.numerics import quantize_1x128
 from ..routing.combine import first_choices
 from .swiglu import as_saved, empty_gate_up, swiglu, swiglu_grad
-from .swiglu_backward_launch import SwigluBackwardSources, prepare_swiglu_backward
-from .swiglu_launch import prepare_swiglu
+from .swiglu_backward_launch import describe_swiglu_backward
+from .swiglu_launch import describe_swiglu
 
 _OP, _BACKWARD = "swiglu_rows", "swiglu_rows_backward"
 
@@ -62,12 +64,16 @@ def _launch(inputs: SwigluInputs) -> torch.Tensor:
         gate_up, limit = as_saved(inputs.gate_up), inputs.limit
         if gate_up.stride(1) != round_up(gate_up.shape[2], 8):  # as the result lies
             gate_up = empty_gate_up(gate_up, len(gate_up), gate_up.shape[2]).copy_(gate_up)
-        launch = prepared(
-            (_OP, layout_of(gate_up), limit),
-            lambda: prepare_swiglu(gate_up, math.inf if limit is None else limit),
-        )
+        launch = prepared((_OP, layout_of(gate_up), limit), lambda: _prepare(gate_up, limit))
         launch.on(gate_up.get_device(), (gate_up.data_ptr(), activated.data_ptr()))
     return activated
+
+
+def _prepare(gate_up: torch.Tensor, limit: float | None) -> Launch:
+    device_index, limit = gate_up.get_device(), math.inf if limit is None else limit
+    r = Record(target_of(device_index), ("gate_up", "activated"))
+    describe_swiglu(r, Tensor.of(gate_up, "gate_up"), Place("activated"), limit)
+    return prepare_launch(r, device_index)
 
 
 swiglu_rows = register_inputs(
@@ -169,9 +175,6 @@ def weights_of_rows(
     return of_row[:num_rows], first_choices(token_to_row)
 
 
-_GRAD, _SAVED, _TO_ROW, _WEIGHTS, *_OUTPUTS = map(Source, range(10))  # a call's addresses
-
-
 def _launch_backward(inputs: SwigluBackwardInputs) -> SwigluGradients:
     found = _allocate_backward(inputs)
     grad, gate_up, token_to_row, weights, limit = inputs
@@ -183,32 +186,32 @@ def _launch_backward(inputs: SwigluBackwardInputs) -> SwigluGradients:
     if (grad.data_ptr() | 2 * grad.stride(0)) % 16 or grad.stride(1) != 1:
         grad = _empty_rows(grad, *grad.shape).copy_(grad)
     inputs = SwigluBackwardInputs(grad, gate_up, token_to_row, weights, limit)
-    launch = prepared(
-        (_BACKWARD, *map(layout_of, inputs[:4]), limit),
-        lambda: prepare_swiglu_backward(
-            gate_up,
-            None,
-            weights,
-            math.inf if limit is None else limit,
-            grad_row_pitch=grad.stride(0),
-            scale_pitch=found.scale_inv.stride(1),
-            sources=SwigluBackwardSources(
-                grad=_GRAD,
-                saved=_SAVED,
-                saved_scales=None,
-                token_to_row=_TO_ROW,
-                weights=_WEIGHTS,
-                rows=_OUTPUTS[0],
-                row_scales=_OUTPUTS[1],
-                bf16_rows=_OUTPUTS[2],
-                weight_of_row=_OUTPUTS[3],
-                of_weights=_OUTPUTS[4],
-                is_first=_OUTPUTS[5],
-            ),
-        ),
-    )
+    key = (_BACKWARD, *map(layout_of, inputs[:4]), limit)
+    launch = prepared(key, lambda: _prepare_backward(inputs, found))
     launch.on(grad.get_device(), tuple([x.data_ptr() for x in (*inputs[:4], *found)]))
     return found
+
+
+def _prepare_backward(inputs: SwigluBackwardInputs, gradients: SwigluGradients) -> Launch:
+    grad, gate_up, _, weights, limit = inputs
+    device_index = grad.get_device()
+    r = Record(target_of(device_index), (*SwigluBackwardInputs._fields[:4], *gradients._fields))
+    tensors = layouts(grad=grad, gate_up=gate_up, top_k_weights=weights)
+    describe_swiglu_backward(
+        r,
+        tensors["grad"],
+        tensors["gate_up"],
+        None,
+        Codes(Tensor.of(gradients.codes, "codes"), Tensor.of(gradients.scale_inv, "scale_inv")),
+        math.inf if limit is None else limit,
+        weights=tensors["top_k_weights"],
+        token_to_row=Place("token_to_row"),
+        grad_weights=Place("of_weights"),
+        is_first=Place("is_first"),
+        bf16_rows=Place("of_gate_up"),
+        weight_of_row=Place("weight_of_row"),
+    )
+    return prepare_launch(r, device_index)
 
 
 swiglu_rows_backward = register_inputs(

@@ -18,9 +18,11 @@ from ..kernels.common.checks import (
 )
 from ..kernels.common.prepared import layout_of, prepared
 from ..kernels.common.registry import Written, register_inputs
+from ..kernels.gemm.tuned import target_of
 from ..kernels.jit import Launch
+from ..kernels.program import Codes, Record, Tensor, prepare_launch
 from . import numerics
-from .both_launch import alignments, prepare_both
+from .both_launch import alignments, describe_both
 from .transpose import copy_transposed
 
 _OP = "quantize_128x128_both"
@@ -119,14 +121,17 @@ def _launch(inputs: BothInputs) -> None:
     if w.numel() == 0:
         _check(inputs)
         return
-    tensors = w, data, scale_inv, transposed
+    tensors, device_index = (w, data, scale_inv, transposed), w.get_device()
     key = (_OP, parts, *map(layout_of, tensors), *alignments(w, data, transposed))
 
     def prepare() -> Launch:
         _check(inputs)
-        return prepare_both(w, parts, data, transposed)
+        r = Record(target_of(device_index), ("w", "out", "out_scales", "transposed"))
+        out = Codes.of(data, scale_inv, "out")
+        describe_both(r, Tensor.of(w, "w"), parts, out, Tensor.of(transposed, "transposed"))
+        return prepare_launch(r, device_index)
 
-    prepared(key, prepare).on(w.get_device(), tuple([x.data_ptr() for x in tensors]))
+    prepared(key, prepare).on(device_index, tuple([x.data_ptr() for x in tensors]))
 
 
 # Quantizes `w` into memory that exists: see `BothInputs`.

@@ -7,6 +7,7 @@ scale_inv [B, K], or one for 128 features (128x128), scale_inv [B, ceil(K/128)],
 GEMM faster. A block has rows of one expert only; where its blocks begin, `first_block` says.
 """
 
+import math
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -25,9 +26,11 @@ from ..kernels.common.blocks import (
 from ..kernels.common.checks import FLOATS, check_same_device, check_tensor
 from ..kernels.common.prepared import layout_of, prepared
 from ..kernels.common.registry import register_inputs
-from ..kernels.jit import Source
+from ..kernels.gemm.tuned import target_of
+from ..kernels.jit import Launch
+from ..kernels.program import Codes, Place, Record, Tensor, prepare_launch
 from . import numerics
-from .columns_launch import ColumnsSources, prepare_columns, readable
+from .columns_launch import describe_columns, readable
 
 _OP, _BOTH = "quantize_128x1", "quantize_1x128_and_128x1"
 _VECTOR_BYTES = 16
@@ -99,6 +102,18 @@ def empty_columns(
     pitch = round_up_to_tma(num_scales, torch.float32.itemsize)
     scale_inv = torch.empty((num_blocks, pitch), dtype=torch.float32, device=device)
     return data, scale_inv[:, :num_scales]
+
+
+def column_codes(
+    r: Record, name: str, num_blocks: int, num_features: int, *, blocks: bool = False
+) -> Codes:
+    """Buffers of a record with the layouts of `empty_columns`."""
+    shape = num_blocks, num_features, BLOCK
+    data = Tensor(shape, (num_features * BLOCK, BLOCK, 1), E4M3, r.buffer(name, math.prod(shape)))
+    num_scales = ceil_div(num_features, BLOCK) if blocks else num_features
+    pitch = round_up_to_tma(num_scales, torch.float32.itemsize)
+    at = r.buffer(f"{name}_scales", num_blocks * pitch * 4)
+    return Codes(data, Tensor((num_blocks, num_scales), (pitch, 1), torch.float32, at))
 
 
 def _allocate(inputs: ColumnsInputs, op: str = _OP) -> Quantized:
@@ -186,27 +201,37 @@ def _launch(
     if num_rows == 0 or data.numel() == 0:
         return
     x = readable(x)
-    given = {"x": x, "data": data, "scale_inv": scale_inv}
+    tensors = {"x": x, "columns": data, "columns_scales": scale_inv}
     if expert_offsets is not None:
-        given["expert_offsets"] = expert_offsets.contiguous()
+        tensors["expert_offsets"] = expert_offsets.contiguous()
     if row_to_token is not None:
-        given["row_to_token"] = row_to_token.contiguous()
+        tensors["row_to_token"] = row_to_token.contiguous()
     if rows is not None:
-        given["row_data"], given["row_scale_inv"] = rows
+        tensors["rows"], tensors["rows_scales"] = rows
+    device_index = x.get_device()
+
+    def prepare() -> Launch:
+        r = Record(target_of(device_index), tuple(tensors))
+        describe_columns(
+            r,
+            Tensor.of(x, "x"),
+            Codes.of(data, scale_inv, "columns"),
+            num_rows,
+            num_experts=num_experts,
+            expert_offsets=None if expert_offsets is None else Place("expert_offsets"),
+            row_to_token=None if row_to_token is None else Place("row_to_token"),
+            rows=None if rows is None else Codes.of(*rows, "rows"),
+            ue8m0=ue8m0,
+            min_amax=min_amax,
+            blocks=blocks,
+        )
+        return prepare_launch(r, device_index)
+
     sizes = num_rows, num_experts, len(data), scale_inv.stride(0), ue8m0, min_amax
     alignment = x.data_ptr() % _VECTOR_BYTES
     key = (_OP, layout_of(x), alignment, row_to_token is None, rows is None, blocks, *sizes)
-    launch = prepared(
-        key,
-        lambda: prepare_columns(
-            x,
-            *sizes,
-            ColumnsSources(**{name: Source(i) for i, name in enumerate(given)}),
-            blocks=blocks,
-            row_pitch=0 if rows is None else rows[1].stride(1),
-        ),
-    )
-    launch.on(x.get_device(), tuple([tensor.data_ptr() for tensor in given.values()]))
+    addresses = tuple([tensor.data_ptr() for tensor in tensors.values()])
+    prepared(key, prepare).on(device_index, addresses)
 
 
 quantize_128x1 = register_inputs(

@@ -21,9 +21,18 @@ from ..kernels.common.checks import (
 )
 from ..kernels.common.prepared import layout_of, prepared
 from ..kernels.common.registry import any_watches, register
-from ..kernels.jit import current_driver
+from ..kernels.gemm.tuned import target_of
+from ..kernels.jit import Launch, current_driver
+from ..kernels.program import Codes, Place, Record, Tensor, Word, prepare_launch
 from . import numerics
-from .each_launch import MAX_MATRICES, MAX_STACK, is_vectorized, prepare_each, words_of
+from .each_launch import (
+    MAX_MATRICES,
+    MAX_STACK,
+    describe_each,
+    is_vectorized,
+    num_words,
+    words_of,
+)
 
 _OP = "quantize_128x128_each_into"
 _DTYPE, _SHAPE, _DEVICE = map(attrgetter, ("dtype", "shape", "device"))
@@ -178,11 +187,35 @@ def _launch_checked(stack: Stack, matrices: Matrices, places: Places) -> None:
         size = len(addresses)
         launch = prepared(
             (_OP, size, dtype, *layouts, parts, vectorized),
-            lambda size=size, vectorized=vectorized: prepare_each(  # type: ignore[misc]
-                size, dtype, data, transposed, parts, vectorized=vectorized
+            lambda size=size, vectorized=vectorized: _prepare(  # type: ignore[misc]
+                stack, size, dtype, vectorized=vectorized
             ),
         )
         launch.on(device_index, (*stack_addresses, *addresses, *words))
+
+
+def _prepare(stack: Stack, num_matrices: int, dtype: torch.dtype, *, vectorized: bool) -> Launch:
+    """The launch for so many matrices of a dtype.
+
+    A call gives the addresses of data, scales, W^T (0 if there is none) and each matrix, then the
+    words of `words_of`.
+    """
+    data, scale_inv, transposed, parts = stack
+    matrices = [f"w{i}" for i in range(num_matrices)]
+    places = [f"places{i}" for i in range(num_words(num_matrices))]
+    device_index = data.get_device()
+    r = Record(target_of(device_index), ("out", "out_scales", "transposed", *matrices, *places))
+    describe_each(
+        r,
+        [Place(name) for name in matrices],
+        dtype,
+        [Word(name) for name in places],
+        Codes.of(data, scale_inv, "out"),
+        None if transposed is None else Tensor.of(transposed, "transposed"),
+        parts,
+        vectorized=vectorized,
+    )
+    return prepare_launch(r, device_index)
 
 
 def _with_stack(body: Callable[[Stack, Matrices, Places], None]) -> Callable[..., None]:

@@ -1,4 +1,4 @@
-"""Launch `each.cu`, which quantizes matrices at any addresses into a stack, on a Hopper GPU.
+"""Describe `each.cu`, which quantizes matrices at any addresses into a stack.
 
 M matrices [N, K] of a stack of S, in whose transpose `parts` matrices are side by side.
 """
@@ -8,29 +8,21 @@ from collections.abc import Sequence
 from functools import reduce
 from operator import or_
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from ..kernels.common.blocks import ceil_div
+from ..kernels.common.blocks import TMA_BYTES, ceil_div
 from ..kernels.common.checks import INPUTS
-from ..kernels.common.divisor import Divisor
-from ..kernels.jit import (
-    Kernel,
-    Launch,
-    Pointer,
-    Source,
-    current_driver,
-    offset_of,
-    pointers,
-    struct_of,
-)
+from ..kernels.common.divisor import divisor_of
+from ..kernels.jit import Kernel
+from ..kernels.program import Codes, Place, Record, Tensor, Word
 
 MAX_MATRICES = 256  # of one launch, since a kernel takes 4 KiB of arguments
 MAX_STACK = 1 << 16
 _SOURCE = Path(__file__).with_name("each.cu")
-_Arguments = struct_of(_SOURCE)
 _PLACES_PER_WORD = 4
-_VECTOR_BYTES = 16  # a thread loads as many at once, if they are aligned
+_VECTOR_BYTES = TMA_BYTES  # a thread loads as many at once, if they are aligned
 _VECTOR = 8  # elements of a load, and bytes of their codes
 _TILE = 128  # rows and columns of a tile
 _THREADS = 256
@@ -43,6 +35,11 @@ def words_of(places: Sequence[int]) -> tuple[int, ...]:
     packed = array("H", places)
     packed.extend([0] * (-len(packed) % _PLACES_PER_WORD))
     return tuple(memoryview(packed).cast("B").cast("Q"))
+
+
+def num_words(num_places: int) -> int:
+    """How many words `words_of` makes."""
+    return ceil_div(num_places, _PLACES_PER_WORD)
 
 
 def kernel_of(dtype: torch.dtype, *, vectorized: bool, transposed: bool) -> Kernel:
@@ -79,57 +76,60 @@ def is_vectorized(
     return not any(x % _VECTOR_BYTES for x in (transposed.data_ptr(), *pitches, columns))
 
 
-def prepare_each(
-    num_matrices: int,
+def describe_each(
+    r: Record,
+    matrices: Sequence[Place],
     dtype: torch.dtype,
-    data: torch.Tensor,
-    transposed: torch.Tensor | None,
+    places: Sequence[Word],
+    out: Codes,
+    transposed: Tensor | None,
     parts: int,
     *,
     vectorized: bool,
-) -> Launch:
-    """The launch for so many matrices of a dtype, of at least one element.
-
-    A call gives the addresses of data, scales, W^T (0 if there is none) and each matrix, then the
-    words of `words_of`.
+) -> None:
+    """One step that writes matrices of a stack: codes, 128x128 scales, and codes transposed.
 
     Args:
-        data: e4m3 [S, N, K], contiguous, as the scales are.
-        transposed: e4m3 [S / parts, K, parts * width], N <= width <= N rounded up to 128.
+        matrices: [N, K] of the dtype, contiguous, at most `MAX_MATRICES` and at least one element.
+        places: what `words_of` makes of their places in the stack.
+        out: e4m3 [S, N, K], contiguous, as the scales are.
+        transposed: e4m3 [S / parts, K, parts * width], N <= width <= N rounded up to 128, or None.
+        vectorized: as `is_vectorized` says.
+
+    Raises:
+        ValueError: there are more tiles, rows or columns than a kernel can count.
     """
-    driver, device_index = current_driver(), data.get_device()
-    _, num_rows, k = data.shape
+    _, num_rows, k = out.data.shape
     num_k_tiles, num_row_tiles = ceil_div(k, _TILE), ceil_div(num_rows, _TILE)
-    num_tiles = num_matrices * num_row_tiles * num_k_tiles
+    num_tiles = len(matrices) * num_row_tiles * num_k_tiles
     if max(num_tiles, num_rows, k) > _MAX_TILES:
         raise ValueError(
-            f"quantize_128x128_each_into: {num_matrices} matrices may have {_MAX_TILES} tiles of "
+            f"quantize_128x128_each_into: {len(matrices)} matrices may have {_MAX_TILES} tiles of "
             f"{_TILE}x{_TILE}, rows and columns, got {num_tiles} tiles of {[num_rows, k]}"
         )
-    arguments = _Arguments(
-        num_rows=num_rows,
-        k=k,
-        num_k_tiles=Divisor.of(num_k_tiles),
-        num_row_tiles=Divisor.of(num_row_tiles),
-        num_parts=Divisor.of(parts),
-    )
+    arguments: dict[str, Any] = {
+        "data": out.data.place,
+        "scale_inv": out.scale_inv.place,
+        "w": matrices,
+        "places": places,
+        "num_rows": num_rows,
+        "k": k,
+        "num_k_tiles": divisor_of(num_k_tiles),
+        "num_row_tiles": divisor_of(num_row_tiles),
+        "num_parts": divisor_of(parts),
+    }
     if transposed is not None:
-        arguments.width = transposed.shape[-1] // parts
-        arguments.transposed_matrix_pitch, arguments.transposed_row_pitch, _ = transposed.stride()
-    num_words = ceil_div(num_matrices, _PLACES_PER_WORD)
-    stack = pointers(_Arguments, data=Source(0), scale_inv=Source(1), transposed=Source(2))
-    begins = [offset_of(_Arguments, "w") + 8 * i for i in range(num_matrices)]
-    begins += [offset_of(_Arguments, "places") + 8 * i for i in range(num_words)]
-    each = [Pointer(0, begin, Source(3 + i)) for i, begin in enumerate(begins)]
-    shared_bytes = _AMAX_BYTES + (_TILE * _TILE if transposed is not None else 0)
-    return Launch(
-        driver.load(
-            kernel_of(dtype, vectorized=vectorized, transposed=transposed is not None),
-            device_index,
-        ),
+        arguments |= {
+            "transposed": transposed.place,
+            "transposed_matrix_pitch": transposed.strides[0],
+            "transposed_row_pitch": transposed.strides[1],
+            "width": transposed.shape[-1] // parts,
+        }
+    r.step(
+        kernel_of(dtype, vectorized=vectorized, transposed=transposed is not None),
         num_tiles,
         _THREADS,
-        (arguments,),
-        [*stack, *each],
-        shared_bytes=shared_bytes,
+        arguments,
+        programmatic=False,
+        shared_bytes=_AMAX_BYTES + (_TILE * _TILE if transposed is not None else 0),
     )

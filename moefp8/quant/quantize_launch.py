@@ -1,19 +1,20 @@
-"""Launch `quantize.cu`, which quantizes to E4M3, on a Hopper GPU."""
+"""Describe `quantize.cu`, which quantizes to E4M3."""
 
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from ..kernels.common.blocks import MIN_AMAX, ceil_div, num_blocks, round_up
+from ..kernels.common.blocks import MIN_AMAX, TMA_BYTES, ceil_div, num_blocks, round_up
 from ..kernels.common.checks import INPUTS
-from ..kernels.common.divisor import Divisor
+from ..kernels.common.divisor import divisor_of
 from ..kernels.common.prepared import layout_of, prepared
-from ..kernels.jit import Kernel, Launch, Source, current_driver, pointers, struct_of
+from ..kernels.gemm.tuned import target_of
+from ..kernels.jit import Kernel, Launch
+from ..kernels.program import Codes, Record, Tensor, prepare_launch
 
 _SOURCE = Path(__file__).with_name("quantize.cu")
-_Arguments = struct_of(_SOURCE)
-_VECTOR_BYTES = 16  # a thread loads as many at once, if they are aligned
+_VECTOR_BYTES = TMA_BYTES  # a thread loads as many at once, if they are aligned
 _MAX_TILES = 2**31 - 2**10  # `Divisor` is right for these and for the idle threads behind them
 Quantized = tuple[torch.Tensor, torch.Tensor]  # data, scale_inv
 
@@ -82,36 +83,49 @@ def launch_quantize(
             x = x.flatten(0, -3)
         if x.stride(-1) != 1 and x.shape[-1] != 1:
             x = x.contiguous()
-        address = x.data_ptr()
-        options = scale_inv.stride(-1), ue8m0, cut
-        key = ("quantize", layout_of(x), address % _VECTOR_BYTES, *options[1:], min_amax)
-        launch = prepared(key, lambda: prepare_quantize(x, *options, min_amax=min_amax))
-        launch.on(x.get_device(), (address, data.data_ptr(), scale_inv.data_ptr()))
+        address, device_index = x.data_ptr(), x.get_device()
+        key = ("quantize", layout_of(x), address % _VECTOR_BYTES, ue8m0, cut, min_amax)
+
+        def prepare() -> Launch:
+            r = Record(target_of(device_index), ("x", "out", "out_scales"))
+            out = Codes.of(data, scale_inv, "out")
+            describe_quantize(r, Tensor.of(x, "x"), out, cut, ue8m0=ue8m0, min_amax=min_amax)
+            return prepare_launch(r, device_index)
+
+        prepared(key, prepare).on(device_index, (address, data.data_ptr(), scale_inv.data_ptr()))
     return data, scale_inv
 
 
-def prepare_quantize(
-    x: torch.Tensor,
-    scale_pitch: int,
-    ue8m0: bool,
+def describe_quantize(
+    r: Record,
+    x: Tensor,
+    out: Codes,
     cut: Cut | None,
-    sources: tuple[Source, Source, Source] = (Source(0), Source(1), Source(2)),
     *,
+    ue8m0: bool = False,
     min_amax: float = MIN_AMAX,
-) -> Launch:
-    """The launch for x [rows, K] or [matrices, rows, K], whose layout and alignment count.
+    programmatic: bool = False,
+) -> None:
+    """One step that writes the codes and scales of x, as `quantize_1x128` makes them.
 
-    scale_pitch: the distance from one k-block's scales to the next, in elements.
-    cut: as in `launch_quantize`.
-    sources: the addresses of x, data and scales.
+    Args:
+        x: [rows, K] or [matrices, rows, K], columns contiguous; it has elements.
+        out: contiguous codes of x; the last stride of 1x128 scales is from one k-block to the next,
+            and 128x128 scales are contiguous.
+        cut: as in `launch_quantize`.
+        programmatic: it may start before the stream's previous kernel ends; it reads and writes
+            after that end.
+
+    Raises:
+        ValueError: there are more rows or tiles than a kernel can count.
     """
-    driver, device_index = current_driver(), x.get_device()
-    x = x[(None,) * (3 - x.ndim)]
+    while x.ndim < 3:
+        x = x.batched()
     num_matrices, num_rows, k = x.shape
-    matrix_bytes, row_bytes, _ = (stride * x.element_size() for stride in x.stride())
+    matrix_bytes, row_bytes = x.bytes_of_stride(0), x.bytes_of_stride(1)
     num_k_blocks = num_blocks(k)
     if cut is None:
-        cut = cut_1x128(num_matrices * num_rows, num_k_blocks, driver.num_sms(device_index))
+        cut = cut_1x128(num_matrices * num_rows, num_k_blocks, r.target.num_sms)
     num_row_tiles = ceil_div(num_rows, cut.rows)
     num_tiles = num_matrices * num_row_tiles * num_k_blocks
     if max(num_tiles, num_rows) > _MAX_TILES:
@@ -119,26 +133,27 @@ def prepare_quantize(
             f"quantize: one call takes at most {_MAX_TILES} rows and tiles, got {list(x.shape)}, "
             f"{num_tiles} tiles; split the tensor"
         )
-    arguments = _Arguments(
-        matrix_bytes=matrix_bytes,
-        row_bytes=row_bytes,
-        k=k,
-        pitch=scale_pitch,
-        num_matrices=num_matrices,
-        num_rows=num_rows,
-        num_k_blocks=Divisor.of(num_k_blocks),
-        num_row_tiles=Divisor.of(num_row_tiles),
-        ue8m0=ue8m0,
-        min_amax=min_amax,
-    )
-    vectorized = k % 8 == 0 and not any(
-        step % _VECTOR_BYTES for step in (x.data_ptr(), matrix_bytes, row_bytes)
-    )
-    of_x, of_data, of_scales = sources
-    return Launch(
-        driver.load(kernel_of(cut, x.dtype, vectorized), device_index),
+    arguments = {
+        "x": x.place,
+        "data": out.data.place,
+        "scale_inv": out.scale_inv.place,
+        "matrix_bytes": matrix_bytes,
+        "row_bytes": row_bytes,
+        "k": k,
+        "pitch": out.scale_inv.strides[-1],
+        "num_matrices": num_matrices,
+        "num_rows": num_rows,
+        "num_k_blocks": divisor_of(num_k_blocks),
+        "num_row_tiles": divisor_of(num_row_tiles),
+        "ue8m0": ue8m0,
+        "min_amax": min_amax,
+    }
+    is_even = not (matrix_bytes % _VECTOR_BYTES or row_bytes % _VECTOR_BYTES)
+    vectorized = k % 8 == 0 and x.is_aligned and is_even
+    r.step(
+        kernel_of(cut, x.dtype, vectorized),
         ceil_div(num_tiles * cut.lanes, cut.threads),
         cut.threads,
-        (arguments,),
-        pointers(_Arguments, x=of_x, data=of_data, scale_inv=of_scales),
+        arguments,
+        programmatic=programmatic,
     )

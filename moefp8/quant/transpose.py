@@ -9,12 +9,14 @@ from typing import NamedTuple
 
 import torch
 
-from ..kernels.common.blocks import BLOCK, E4M3, round_up, round_up_to_tma
+from ..kernels.common.blocks import BLOCK, E4M3, TMA_BYTES, round_up, round_up_to_tma
 from ..kernels.common.checks import check_rows_contiguous, check_same_device, check_tensor
 from ..kernels.common.prepared import layout_of, prepared
 from ..kernels.common.registry import Written, register_inputs
+from ..kernels.gemm.tuned import target_of
 from ..kernels.jit import Launch
-from .transpose_launch import Destination, is_aligned, prepare_transpose
+from ..kernels.program import Record, Tensor, prepare_launch
+from .transpose_launch import describe_transpose
 
 _OP = "transpose_codes"
 
@@ -74,13 +76,17 @@ def _launch(inputs: TransposeInputs) -> None:
     if out.numel() == 0:
         _check(inputs)
         return
-    key = (_OP, layout_of(w), layout_of(out), parts, is_aligned(w), is_aligned(out))
+    addresses, device_index = (w.data_ptr(), out.data_ptr()), w.get_device()
+    are_aligned = [x % TMA_BYTES == 0 for x in addresses]
 
     def prepare() -> Launch:
         _check(inputs)
-        return prepare_transpose(w, parts, Destination.of(out, parts))
+        r = Record(target_of(device_index), ("w", "out"))
+        describe_transpose(r, Tensor.of(w, "w"), parts, Tensor.of(out, "out"))
+        return prepare_launch(r, device_index)
 
-    prepared(key, prepare).on(w.get_device(), (w.data_ptr(), out.data_ptr()))
+    key = (_OP, layout_of(w), layout_of(out), parts, *are_aligned)
+    prepared(key, prepare).on(device_index, addresses)
 
 
 # Writes `w` transposed into out [..., K, parts * width]: row i of part p becomes column

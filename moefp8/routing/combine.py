@@ -12,12 +12,13 @@ from torch.autograd import forward_ad
 from ..kernels.common.checks import FLOATS, check_same_device, check_shape, check_tensor
 from ..kernels.common.prepared import layout_of, prepared
 from ..kernels.common.registry import register_inputs
-from ..kernels.jit import Source
-from .combine_launch import CombineSources, at_once_of, prepare_combine
+from ..kernels.gemm.tuned import target_of
+from ..kernels.jit import Launch
+from ..kernels.program import Record, layouts, prepare_launch
+from .combine_launch import at_once_of, describe_combine
 from .plan import RoutingPlan
 
 _OP = "combine"
-_SOURCES = CombineSources(*map(Source, range(4)))
 
 
 def combine(y: torch.Tensor, plan: RoutingPlan, top_k_weights: torch.Tensor) -> torch.Tensor:
@@ -147,22 +148,21 @@ def _has_kernel(rows: torch.Tensor, token_to_row: torch.Tensor, *_: object) -> b
 
 def _launch(inputs: CombineInputs) -> torch.Tensor:
     """Launch one kernel on the current stream; nothing waits for it."""
-    out, (rows, _, weights) = _allocate(inputs), inputs
+    out = _allocate(inputs)
     if out.numel():
-        launch = prepared(
-            (_OP, *map(layout_of, inputs)),
-            lambda: prepare_combine(
-                weights,
-                rows.shape[1],
-                y_row_pitch=rows.stride(0),
-                is_aligned=True,
-                sources=_SOURCES,
-                at_once=at_once_of(weights.shape[1]),
-            ),
-        )
+        launch = prepared((_OP, *map(layout_of, inputs)), lambda: _prepare(inputs, out))
         addresses = tuple([x.data_ptr() for x in (*inputs, out)])
-        launch.on(rows.get_device(), addresses)
+        launch.on(inputs.rows.get_device(), addresses)
     return out
+
+
+def _prepare(inputs: CombineInputs, out: torch.Tensor) -> Launch:
+    device_index = inputs.rows.get_device()
+    r = Record(target_of(device_index), (*CombineInputs._fields, "out"))
+    rows, token_to_row, weights, result = layouts(**inputs._asdict(), out=out).values()
+    at_once = at_once_of(inputs.top_k_weights.shape[1])
+    describe_combine(r, rows, token_to_row.place, weights, result, at_once=at_once)
+    return prepare_launch(r, device_index)
 
 
 _combine = register_inputs(

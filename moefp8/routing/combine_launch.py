@@ -1,21 +1,21 @@
-"""Launch `combine.cu`, the weighted sum of each token's rows, on a Hopper GPU.
+"""Describe `combine.cu`, the weighted sum of each token's rows.
 
 T tokens, k choices each, H hidden, R rows.
 """
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import torch
 
 from ..kernels.common.blocks import ceil_div
 from ..kernels.common.checks import INPUTS
-from ..kernels.common.divisor import Divisor
-from ..kernels.jit import Kernel, Launch, Source, current_driver, pointers, struct_of
+from ..kernels.common.divisor import divisor_of
+from ..kernels.jit import Kernel
+from ..kernels.program import Place, Record, Tensor
 
 _OP = "combine"
 _SOURCE = Path(__file__).with_name("combine.cu")
-_Arguments = struct_of(_SOURCE)
 MOST_AT_ONCE, _FEW_AT_ONCE = 8, 2
 _COLUMNS = 8  # a thread owns as many: 16 B of BF16
 _MAX_UNITS = 2**31 - 2**10  # `Divisor` is right for these and for the idle threads behind them
@@ -41,55 +41,36 @@ def at_once_of(top_k: int) -> int:
     return _FEW_AT_ONCE if top_k <= _FEW_AT_ONCE else MOST_AT_ONCE
 
 
-class CombineSources(NamedTuple):
-    """Which addresses of a launch are those of a combine; addend: None if there is none.
-
-    of_choices: fp32 [T, k], which a combine that brings sums to another GPU brings there, too.
-    word: a number for such a combine, which may differ from call to call.
-    """
-
-    y: Source
-    token_to_row: Source
-    weights: Source
-    out: Source
-    addend: Source | None = None
-    of_choices: Source | None = None
-    word: Source | None = None
-
-
-def prepare_combine(
-    weights: torch.Tensor,
-    hidden_size: int,
+def describe_combine(
+    r: Record,
+    y: Tensor,
+    token_to_row: Place,
+    weights: Tensor,
+    out: Tensor,
+    addend: Tensor | None = None,
     *,
-    y_row_pitch: int,
-    is_aligned: bool,
-    sources: CombineSources,
     programmatic: bool = False,
     at_once: int = MOST_AT_ONCE,
-) -> Launch:
-    """`out[t] = sum over j of weights[t, j] * y[token_to_row[t, j]]`, as `routing.combine` does.
+) -> None:
+    """One step: `out[t] = sum over j of weights[t, j] * y[token_to_row[t, j]]`.
 
-    What `sources` name:
-
-        y: bf16 [R, H], at a multiple of 16 bytes. What lies behind the end of a row, up to its next
-            multiple of 8 elements, is read too.
-        token_to_row: int32 [T, k], contiguous; a negative row counts as zeros (row 0 is read).
-        weights: [T, k] like the tensor `weights`, whose layout counts.
-        out: bf16 [T, H], contiguous; T and H at least 1.
-        addend: bf16 [T, H], contiguous, which is added to the sum once that is rounded to BF16.
+    All but `y` is read early, where it is older than the step before.
 
     Args:
-        y_row_pitch: in elements, a multiple of 8 and at least H.
-        is_aligned: whether out, and addend if there is one, lie at multiples of 16 bytes.
-        programmatic: it may be launched before the stream's previous kernel ends. It waits before
-            it reads `y`, but all else that it reads must be older than that kernel.
+        y: bf16 [..., R, H], at a multiple of 16 bytes, in rows of whole 16 bytes. What follows the
+            end of a row, up to its next multiple of 16 bytes, is read too.
+        token_to_row: int32 [T, k], contiguous; a negative row counts as zeros (row 0 is read).
+        weights: [T, k].
+        out: bf16 [T, H], contiguous; T and H at least 1.
+        addend: bf16 [T, H], contiguous, which is added to the sum once that is rounded to BF16.
+        programmatic: it may start before the stream's previous kernel ends, and all that it reads
+            early is older than that kernel.
         at_once: as in `kernel_of`.
 
     Raises:
         ValueError: there are more elements than a kernel can count.
-        JitError: it cannot be compiled or loaded.
     """
-    num_tokens, top_k = weights.shape
+    (num_tokens, top_k), hidden_size = weights.shape, out.shape[1]
     units = ceil_div(hidden_size, _COLUMNS)
     num_units = num_tokens * units
     if num_units > _MAX_UNITS:
@@ -97,24 +78,28 @@ def prepare_combine(
             f"{_OP}: one call takes at most {_MAX_UNITS} times {_COLUMNS} columns, got "
             f"T = {num_tokens} and H = {hidden_size}; split the tokens"
         )
-    token_stride, choice_stride = weights.stride()
-    arguments = _Arguments(
-        y_row_bytes=y_row_pitch * torch.bfloat16.itemsize,
-        weight_token_bytes=token_stride * weights.element_size(),
-        weight_choice_bytes=choice_stride * weights.element_size(),
-        num_tokens=num_tokens,
-        top_k=top_k,
-        hidden_size=hidden_size,
-        units=Divisor.of(units),
-    )
-    driver, device_index = current_driver(), weights.get_device()
+    arguments: dict[str, Any] = {
+        "y": y.place,
+        "y_row_bytes": y.bytes_of_stride(-2),
+        "token_to_row": token_to_row,
+        "weights": weights.place,
+        "weight_token_bytes": weights.bytes_of_stride(0),
+        "weight_choice_bytes": weights.bytes_of_stride(1),
+        "out": out.place,
+        "addend": None if addend is None else addend.place,
+        "num_tokens": num_tokens,
+        "top_k": top_k,
+        "hidden_size": hidden_size,
+        "units": divisor_of(units),
+    }
+    is_aligned = out.is_aligned and (addend is None or addend.is_aligned)
     vectorized = hidden_size % _COLUMNS == 0 and is_aligned
-    threads = threads_of(num_units, driver.num_sms(device_index))
-    return Launch(
-        driver.load(kernel_of(weights.dtype, vectorized, at_once), device_index),
+    threads = threads_of(num_units, r.target.num_sms)
+    r.step(
+        kernel_of(weights.dtype, vectorized, at_once),
         ceil_div(num_units, threads),
         threads,
-        (arguments,),
-        pointers(_Arguments, **sources._replace(of_choices=None, word=None)._asdict()),
+        arguments,
+        early=(token_to_row, weights.place, arguments["addend"]),
         programmatic=programmatic,
     )

@@ -1,4 +1,4 @@
-"""Launch `dispatch.cu`: plan, quantize and dispatch tokens on a Hopper GPU.
+"""Describe `dispatch.cu`: plan, quantize and dispatch tokens.
 
 T tokens, k choices each, E experts, H hidden, R rows.
 """
@@ -8,27 +8,18 @@ from typing import NamedTuple
 
 import torch
 
-from ..kernels.common.blocks import E4M3, MIN_AMAX, ceil_div, num_blocks, round_up
+from ..kernels.common.blocks import E4M3, MIN_AMAX, TMA_BYTES, ceil_div, num_blocks, round_up
 from ..kernels.common.checks import INPUTS
-from ..kernels.common.divisor import Divisor
-from ..kernels.jit import (
-    Kernel,
-    Launch,
-    Pointer,
-    Source,
-    current_driver,
-    offset_of,
-    pointers,
-    struct_of,
-)
+from ..kernels.common.divisor import divisor_of
+from ..kernels.jit import Kernel
+from ..kernels.program import Codes, Place, Record, Tensor
 from .plan_launch import (
     MAX_CHOICES,
     MAX_THREADS,
     WARP,
-    RoutingSources,
+    MapPlaces,
     num_slots_of,
     routing_of,
-    shared_bytes,
     tokens_of_chunk,
 )
 
@@ -36,8 +27,6 @@ _OP = "dispatch"
 # What kernels take, and their names for it in dispatch.cu.
 SHARES = {**{dtype: f"Floats<{name}>" for dtype, name in INPUTS.items()}, E4M3: "Codes"}
 _SOURCE = Path(__file__).with_name("dispatch.cu")
-_Arguments = struct_of(_SOURCE)
-_VECTOR_BYTES = 16  # a thread loads as many at once, if they are aligned
 _LANES = 8  # so many threads hold a block of 128 elements
 _COUNT_THREADS = 128
 _MANY_CHOICES = 2**13  # more are counted faster by a kernel of its own than by each CTA
@@ -133,134 +122,119 @@ def _columns_at_once(dtype: torch.dtype) -> int:
 
 
 def most_count_bytes(num_tokens: int, top_k: int, num_experts: int) -> int:
-    """How much memory `prepare_dispatch` takes for counts, on a GPU of up to 256 SMs."""
+    """How much memory a dispatch takes for counts, on a GPU of up to 256 SMs."""
     num_places = num_tokens * round_up(top_k, 4)
     num_chunks = min(num_tokens, max(256, ceil_div(2 * num_places, MAX_CHOICES)))
     return num_chunks * num_slots_of(num_experts) * 2
 
 
-class DispatchSources(NamedTuple):
-    """Which addresses of a launch are those of a dispatch."""
+class Dispatched(NamedTuple):
+    """What a dispatch leaves for the steps after it.
 
-    x: Source
-    rows: Source
-    row_scales: Source
-    counts: Source
-    zeros: Source
-    routing: RoutingSources
-    x_scales: Source | None = None
+    maps: int32 expert_offsets [E + 1], tokens_per_expert [E] and token_to_row [T, k].
+    tile_counters: int32 [2], zeros, which the GEMMs after it may count by.
+    """
 
-    def pointers(self) -> list[Pointer]:
-        named = self._asdict()
-        del named["routing"]
-        return pointers(_Arguments, **named) + self.routing.pointers(
-            offset_of(_Arguments, "routing")
-        )
+    maps: MapPlaces
+    tile_counters: Place
 
 
-def prepare_dispatch(
-    x: torch.Tensor,
-    ids: torch.Tensor,
+def describe_dispatch(
+    r: Record,
+    x: Tensor,
+    ids: Tensor,
+    rows: Codes,
     num_experts: int,
-    max_m: int | None,
     *,
-    row_pitch: int,
-    scale_pitch: int,
-    sources: DispatchSources,
+    x_scale_inv: Tensor | None = None,
     expert_offset: int = 0,
+    is_masked: bool = False,
+    maps: MapPlaces | None = None,
     min_amax: float = MIN_AMAX,
-    x_scale_inv: torch.Tensor | None = None,
-) -> tuple[Launch, ...]:
+) -> Dispatched:
     """Quantize every token once, as `quantize_1x128` does, into its rows, and plan these.
 
-    Where x is e4m3, its codes and scales are copied as they are.
-
-    That is one kernel, or two for many tokens: the first counts choices. It may start before the
-    stream's previous kernel ends, and waits for it. What `sources` name:
-
-        x: [T, H] like the tensor `x`, whose layout and alignment count; T and H at least 1.
-        rows: e4m3 [R, H], at a multiple of 16 bytes. What lies behind the end of a row, up to its
-            next multiple of 16, may be written too.
-        row_scales: fewer than 2**31 in fp32. Row r and k-block b have [b * scale_pitch + r]; with
-            max_m, row i and k-block b of expert e have [(e * ceil(H/128) + b) * scale_pitch + i].
-        counts: `most_count_bytes` of memory, at a multiple of 4.
-        zeros: int32 [2], which become zeros: counters of the kernels that follow.
-        routing: ids [T, k] like the tensor `ids`; one of no expert here has no row. expert_offsets,
-            tokens_per_expert, token_to_row are int32 [E + 1], [E], [T, k], contiguous.
-        x_scales: fp32 [T, ceil(H/128)] like the tensor `x_scale_inv`, if x is e4m3.
+    Where x is e4m3, its codes and scales are copied as they are. That is one step, or two for many
+    tokens: the first counts choices. Each waits for the step before it.
 
     Args:
-        max_m: rows of each expert, at least T; None: the rows of all experts follow one another.
-        row_pitch: in bytes, a multiple of 16 and at least H.
+        x: [T, H]; T and H at least 1, columns contiguous.
+        ids: [T, k], int32 or int64; one of no expert here has no row.
+        rows: e4m3 [1, R, H], or if is_masked [E, R, H] with R >= T, in rows of whole 16 bytes. What
+            follows the end of a row, up to its next multiple of 16, may be written too. There are
+            fewer than 2**31 scales.
+        x_scale_inv: fp32 [T, ceil(H/128)], the scales of an e4m3 `x`; None for others.
         expert_offset: the id of the first of the E experts.
+        is_masked: each expert has a matrix of rows; else the rows of all follow one another.
+        maps: where the plan is written; None: into buffers.
         min_amax: as in `quantize_1x128`.
-        x_scale_inv: the scales of an e4m3 `x`, whose layout counts; None for others.
 
     Raises:
         ValueError: there are more choices or rows than a kernel can count.
-        JitError: it cannot be compiled or loaded, or has more choices than shared memory holds.
     """
     (num_tokens, hidden_size), top_k = x.shape, ids.shape[1]
+    if maps is None:
+        counts, offsets = (
+            r.buffer("tokens_per_expert", num_experts * 4),
+            r.buffer("expert_offsets", (num_experts + 1) * 4),
+        )
+        maps = MapPlaces(counts, offsets, r.buffer("token_to_row", num_tokens * top_k * 4))
+    tile_counters = r.buffer("tile_counters", 2 * 4)
     num_k_blocks = num_blocks(hidden_size)
-    driver, device_index = current_driver(), x.get_device()
-    num_sms = driver.num_sms(device_index)
-    cut = cut_dispatch(num_tokens, top_k, num_experts, num_k_blocks, num_sms)
-    num_warps = cut.threads // WARP if cut.is_counted and max_m is None else 0
+    cut = cut_dispatch(num_tokens, top_k, num_experts, num_k_blocks, r.target.num_sms)
     routing = routing_of(
         _OP,
         cut.tokens,
         ids,
         num_experts,
-        max_m,
-        num_warps=num_warps,
+        rows.data.shape[1] if is_masked else None,
+        maps,
+        num_warps=cut.threads // WARP if cut.is_counted and not is_masked else 0,
         expert_offset=expert_offset,
+        words_of_choice=2 if is_masked else 1,
     )
-    parts, num_chunks = ceil_div(num_k_blocks, cut.k_blocks), ceil_div(num_tokens, cut.tokens)
-    x_row_bytes = x.stride(0) * x.element_size()
-    arguments = _Arguments(
-        routing=routing,
-        x_row_bytes=x_row_bytes,
-        row_pitch=row_pitch,
-        scale_pitch=scale_pitch,
-        hidden_size=hidden_size,
-        num_k_blocks=num_k_blocks,
-        part_blocks=cut.k_blocks,
-        num_parts=parts,
-        group=cut.group,
-        parts=Divisor.of(parts),
-        in_group=Divisor.of(cut.tokens * cut.group),
-        num_chunks=num_chunks,
-        min_amax=min_amax,
-    )
+    has_few = is_few(num_tokens * top_k, masked=is_masked)
+    k_blocks = _FEW_THREADS // _LANES if has_few else cut.k_blocks
+    parts, num_chunks = ceil_div(num_k_blocks, k_blocks), ceil_div(num_tokens, cut.tokens)
+    x_row_bytes = x.bytes_of_stride(0)
+    arguments = {
+        "routing": routing.arguments,
+        "x": x.place,
+        "x_row_bytes": x_row_bytes,
+        "rows": rows.data.place,
+        "row_pitch": rows.data.strides[1],
+        "row_scales": rows.scale_inv.place,
+        "scale_pitch": rows.scale_inv.strides[2],
+        "hidden_size": hidden_size,
+        "num_k_blocks": num_k_blocks,
+        "part_blocks": k_blocks,
+        "num_parts": parts,
+        "group": cut.group,
+        "parts": divisor_of(parts),
+        "in_group": divisor_of(cut.tokens * cut.group),
+        "num_chunks": num_chunks,
+        "counts": r.buffer("counts", most_count_bytes(num_tokens, top_k, num_experts)),
+        "zeros": tile_counters,
+        "min_amax": min_amax,
+    }
     if x_scale_inv is not None:
-        strides = [4 * stride for stride in x_scale_inv.stride()]
-        arguments.x_scale_token_bytes, arguments.x_scale_block_bytes = strides
+        arguments |= {
+            "x_scales": x_scale_inv.place,
+            "x_scale_token_bytes": x_scale_inv.bytes_of_stride(0),
+            "x_scale_block_bytes": x_scale_inv.bytes_of_stride(1),
+        }
     fits = hidden_size % _columns_at_once(x.dtype) == 0
-    vectorized = fits and not (x.data_ptr() | x_row_bytes) % _VECTOR_BYTES
-    masked = max_m is not None
-    shared = shared_bytes(routing, 2 if masked else 1)
+    vectorized = fits and x.is_aligned and x_row_bytes % TMA_BYTES == 0
 
-    def launch(kernel: Kernel, grid: int, threads: int, num_bytes: int = shared) -> Launch:
-        """Each waits for the kernel before it, whoever's that is."""
-        return Launch(
-            driver.load(kernel, device_index),
-            grid,
-            threads,
-            (arguments,),
-            sources.pointers(),
-            shared_bytes=num_bytes,
-            programmatic=True,
-        )
+    def step(kernel: Kernel, grid: int, threads: int, shared_bytes: int) -> None:
+        r.step(kernel, grid, threads, arguments, programmatic=True, shared_bytes=shared_bytes)
 
-    if is_few(num_tokens * top_k, masked=masked):
-        arguments.part_blocks = _FEW_THREADS // _LANES
-        arguments.num_parts = ceil_div(num_k_blocks, arguments.part_blocks)
-        arguments.parts = Divisor.of(arguments.num_parts)
+    if has_few:
         few = few_kernel_of(x.dtype, vectorized=vectorized)
-        return (launch(few, num_tokens * arguments.num_parts + 1, _FEW_THREADS, num_bytes=0),)
-    kernel = kernel_of(x.dtype, vectorized=vectorized, masked=masked, is_counted=cut.is_counted)
-    grid = num_chunks * parts
-    if not cut.is_counted:
-        return (launch(kernel, grid, cut.threads),)
-    count = count_kernel_of(masked=masked)
-    return launch(count, num_chunks, _COUNT_THREADS), launch(kernel, grid, cut.threads)
+        step(few, num_tokens * parts + 1, _FEW_THREADS, 0)
+        return Dispatched(maps, tile_counters)
+    if cut.is_counted:
+        step(count_kernel_of(masked=is_masked), num_chunks, _COUNT_THREADS, routing.shared_bytes)
+    kernel = kernel_of(x.dtype, vectorized=vectorized, masked=is_masked, is_counted=cut.is_counted)
+    step(kernel, num_chunks * parts, cut.threads, routing.shared_bytes)
+    return Dispatched(maps, tile_counters)

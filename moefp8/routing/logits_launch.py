@@ -1,4 +1,4 @@
-"""Launch `logits.cu`: the router's logits on a Hopper GPU, as sums that `top_k.cuh` adds up.
+"""Describe `logits.cu`: the router's logits on a Hopper GPU, as sums that `top_k.cuh` adds up.
 
 T tokens, E experts, H hidden.
 """
@@ -9,20 +9,10 @@ from typing import NamedTuple
 import torch
 
 from ..kernels.common.blocks import ceil_div
-from ..kernels.common.tma_operands import box_of
-from ..kernels.jit import (
-    Kernel,
-    Launch,
-    Pointer,
-    Source,
-    current_driver,
-    pointers,
-    struct_of,
-    tensor_map,
-)
+from ..kernels.jit import Kernel
+from ..kernels.program import Place, Record, Tensor, TensorMap
 
 _SOURCE = Path(__file__).with_name("logits.cu")
-_Arguments = struct_of(_SOURCE)
 _WARPGROUP, _WARP = 128, 32
 _CHUNK, _DEPTH, _STAGES, _IN_BOX = 256, 64, 4, 32  # as in logits.cu
 _CHUNKS_OF_GROUP = 4  # see logits.cu; results depend on it, and on the chunk
@@ -109,47 +99,47 @@ def kernel_of(tile: Tile) -> Kernel:
 
 
 class Sums(NamedTuple):
-    """Logits as sums of parts, fp32 [parts, T, E]: those of a group are added up first."""
+    """Logits [T, E] as sums of parts, fp32 [parts, T, E]: those of a group are added up first.
 
+    shape: (T, E).
+    """
+
+    place: Place
+    shape: tuple[int, int]
     num_parts: int
     parts_of_group: int
 
 
-def prepare_logits(
-    x: torch.Tensor, weight: torch.Tensor, of_x: Source, of_weight: Source, of_sums: Source
-) -> tuple[Launch, Sums]:
-    """The launch that writes sums, and what they are.
+def describe_logits(r: Record, x: Tensor, weight: Tensor) -> Sums:
+    """One step that writes sums into a buffer. It reads the weight early.
 
     x: [T, H] and weight [E, H] that the kernel takes and TMA can address; T, H, E at least 1.
     """
-    (num_tokens, hidden_size), num_experts = x.shape, len(weight)
-    driver, device_index = current_driver(), x.get_device()
-    num_sms = driver.num_sms(device_index)
+    (num_tokens, hidden_size), num_experts = x.shape, weight.shape[0]
+    num_sms = r.target.num_sms
     tile = choose_tile(num_tokens, num_experts, hidden_size, num_sms)
-    sums = Sums(tile.num_parts(hidden_size), tile.parts_of_group)
+    num_parts = tile.num_parts(hidden_size)
     num_items = tile.num_items(num_tokens, num_experts, hidden_size)
-    arguments = _Arguments(
-        num_tokens=num_tokens,
-        num_experts=num_experts,
-        num_chunks=ceil_div(hidden_size, _CHUNK),
-        num_parts=sums.num_parts,
-        expert_tiles=ceil_div(num_experts, tile.experts),
-        num_items=num_items,
-    )
-    launch = Launch(
-        driver.load(kernel_of(tile), device_index),
+    sums = r.buffer("sums", 4 * num_parts * num_tokens * num_experts)
+    r.step(
+        kernel_of(tile),
         min(num_items, num_sms * tile.ctas_per_sm),
         tile.threads,
-        (
-            tensor_map(box_of(x, (_DEPTH, tile.tokens), _SWIZZLE_BYTES)),
-            tensor_map(box_of(weight, (_IN_BOX, tile.experts), _SWIZZLE_BYTES)),
-            arguments,
+        {
+            "sums": sums,
+            "num_tokens": num_tokens,
+            "num_experts": num_experts,
+            "num_chunks": ceil_div(hidden_size, _CHUNK),
+            "num_parts": num_parts,
+            "expert_tiles": ceil_div(num_experts, tile.experts),
+            "num_items": num_items,
+        },
+        maps=(
+            (TensorMap(x, (_DEPTH, tile.tokens), _SWIZZLE_BYTES),),
+            (TensorMap(weight, (_IN_BOX, tile.experts), _SWIZZLE_BYTES),),
         ),
-        [
-            Pointer(0, 0, of_x),
-            Pointer(1, 0, of_weight),
-            *pointers(_Arguments, argument=2, sums=of_sums),
-        ],
+        early=(weight.place,),
+        programmatic=False,
         shared_bytes=tile.shared_bytes,
     )
-    return launch, sums
+    return Sums(sums, (num_tokens, num_experts), num_parts, tile.parts_of_group)

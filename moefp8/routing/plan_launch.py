@@ -1,31 +1,22 @@
-"""Launch `plan.cu`, which builds a routing plan, on a Hopper GPU; and what `plan.cuh` is given.
+"""Launch `plan.cu`, which builds a routing plan, on a Hopper GPU; and what `plan.cuh` is told.
 
 T tokens, k choices each, E experts, R rows.
 """
 
-from ctypes import Structure
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from ..kernels.common.blocks import ceil_div, round_up
-from ..kernels.common.divisor import Divisor
+from ..kernels.common.divisor import divisor_of
 from ..kernels.common.prepared import layout_of, prepared
-from ..kernels.jit import (
-    Kernel,
-    Launch,
-    Pointer,
-    Source,
-    current_driver,
-    offset_of,
-    pointers,
-    struct_of,
-)
+from ..kernels.gemm.tuned import target_of
+from ..kernels.jit import Kernel, Launch
+from ..kernels.program import Arguments, Place, Record, Tensor, prepare_launch
 
 OP = "build_plan"
 _SOURCE = Path(__file__).with_name("plan.cu")
-_Arguments, Routing = struct_of(_SOURCE), struct_of(_SOURCE, "Routing")
 WARP = 32
 _SLOTS = 128  # a warp reads the counts of as many experts at once
 MAX_THREADS = 1024
@@ -57,6 +48,14 @@ class PlanInputs(NamedTuple):
     num_global_experts: int | None = None
 
 
+class MapPlaces(NamedTuple):
+    """Where a plan is written: int32 [E], [E + 1] and [T, k], contiguous."""
+
+    tokens_per_expert: Place
+    expert_offsets: Place
+    token_to_row: Place
+
+
 class Cut(NamedTuple):
     """A CTA has `threads` and a chunk of `tokens`; its warps count `ahead` rounds at once."""
 
@@ -78,37 +77,39 @@ def cut_plan(num_tokens: int, top_k: int, num_sms: int) -> Cut:
     return Cut(tokens, threads, ahead=1)
 
 
-class RoutingSources(NamedTuple):
-    """Which addresses of a launch are those of a routing."""
+class Routing(NamedTuple):
+    """A routing of tokens to the rows of experts, as `Routing` in plan.cuh.
 
-    ids: Source
-    tokens_per_expert: Source
-    expert_offsets: Source
-    token_to_row: Source
+    arguments: its fields. shared_bytes: what a CTA needs for its chunk and its counts.
+    """
 
-    def pointers(self, at: int) -> list[Pointer]:
-        """The pointers in a `Routing` that lies `at` bytes into the kernel's only argument."""
-        return pointers(Routing, at=at, **self._asdict())
+    arguments: Arguments
+    shared_bytes: int
 
 
 def routing_of(
     op: str,
     chunk: int,
-    ids: torch.Tensor,
+    ids: Tensor,
     num_experts: int,
     max_m: int | None,
+    maps: MapPlaces,
+    *,
     alignment: int = 1,
     num_warps: int = 0,
     expert_offset: int = 0,
-) -> Structure:
-    """A `Routing` without its addresses.
+    words_of_choice: int = 1,
+) -> Routing:
+    """What kernels that plan are told of it.
 
     Args:
         op: the name that errors tell.
         chunk: tokens of a CTA.
-        ids: int32 or int64 [T, k], whose layout is read and no value.
+        ids: int32 or int64 [T, k].
         num_experts, max_m, alignment, expert_offset: as in `build_plan`.
+        maps: where the plan is written.
         num_warps: how many a CTA has, if as many of them as are useful rank its choices; else 0.
+        words_of_choice: of shared memory, for each choice of a chunk.
     """
     num_tokens, top_k = ids.shape
     num_slots = num_slots_of(num_experts)
@@ -118,36 +119,35 @@ def routing_of(
             f"{op}: one call takes fewer than 2**31 rows, got T = {num_tokens}, k = {top_k}, "
             f"E = {num_experts}, alignment = {alignment} and max_m = {max_m}: {most_rows} rows"
         )
-    token_bytes, choice_bytes = (stride * ids.element_size() for stride in ids.stride())
     most_rankers = max(1, _MOST_RANKED // num_slots)
-    return Routing(
-        token_bytes=token_bytes,
-        choice_bytes=choice_bytes,
-        first_expert=expert_offset,
-        num_tokens=num_tokens,
-        top_k=top_k,
-        num_experts=num_experts,
-        is_wide=ids.element_size() == 8,
-        chunk=chunk,
-        max_m=max_m or 0,
-        alignment=Divisor.of(alignment),
-        num_slots=num_slots,
-        of_k=Divisor.of(top_k),
-        rows_of_token=round_up(top_k, 4),
-        tokens_at_once=max(1, WARP // top_k),
-        reciprocal_of_k=2**16 // top_k + 1,
-        num_rankers=min(num_warps, ceil_div(chunk * top_k, WARP), most_rankers),
-    )
+    num_rankers = min(num_warps, ceil_div(chunk * top_k, WARP), most_rankers)
+    rows_of_token = round_up(top_k, 4)
+    arguments = {
+        "ids": ids.place,
+        "token_bytes": ids.bytes_of_stride(0),
+        "choice_bytes": ids.bytes_of_stride(1),
+        "first_expert": expert_offset,
+        **maps._asdict(),
+        "num_tokens": num_tokens,
+        "top_k": top_k,
+        "num_experts": num_experts,
+        "is_wide": ids.element_size() == 8,
+        "chunk": chunk,
+        "max_m": max_m or 0,
+        "alignment": divisor_of(alignment),
+        "num_slots": num_slots,
+        "of_k": divisor_of(top_k),
+        "rows_of_token": rows_of_token,
+        "tokens_at_once": max(1, WARP // top_k),
+        "reciprocal_of_k": 2**16 // top_k + 1,
+        "num_rankers": num_rankers,
+    }
+    counts, words = num_slots * (8 + 2 * num_rankers), chunk * rows_of_token * words_of_choice
+    return Routing(arguments, counts + 4 * words)
 
 
 def num_slots_of(num_experts: int) -> int:
     return round_up(num_experts + 1, _SLOTS)
-
-
-def shared_bytes(routing: Structure, words_of_choice: int = 1) -> int:
-    """What a CTA needs: `words_of_choice` for each choice of its chunk, and its counts."""
-    words_of_chunk = routing.chunk * routing.rows_of_token * words_of_choice
-    return routing.num_slots * (8 + 2 * routing.num_rankers) + 4 * words_of_chunk
 
 
 def kernel_of(ahead: int) -> Kernel:
@@ -171,23 +171,32 @@ def launch_plan(inputs: PlanInputs, maps: Maps) -> Maps:
 
 def _prepare(inputs: PlanInputs, num_rows: int) -> Launch:
     ids, num_experts, alignment, max_m, expert_offset, _ = inputs
-    (num_tokens, top_k), device_index, driver = ids.shape, ids.get_device(), current_driver()
-    num_sms = driver.num_sms(device_index)
+    device_index = ids.get_device()
+    r = Record(target_of(device_index), ("ids", *Maps._fields))
+    num_sms, (num_tokens, top_k) = r.target.num_sms, ids.shape
     cut = cut_plan(num_tokens, top_k, num_sms)
     routing = routing_of(
-        OP, cut.tokens, ids, num_experts, max_m, alignment, expert_offset=expert_offset
+        OP,
+        cut.tokens,
+        Tensor.of(ids, "ids"),
+        num_experts,
+        max_m,
+        MapPlaces(*map(Place, MapPlaces._fields)),
+        alignment=alignment,
+        expert_offset=expert_offset,
     )
-    of_ids, of_counts, of_offsets, row_to_token, row_to_expert, token_to_row = map(Source, range(6))
-    sources = RoutingSources(of_ids, of_counts, of_offsets, token_to_row)
     num_chunks = ceil_div(num_tokens, cut.tokens)
-    return Launch(
-        driver.load(kernel_of(cut.ahead), device_index),
+    r.step(
+        kernel_of(cut.ahead),
         max(num_chunks, min(num_sms, ceil_div(num_rows, _PADDING_OF_CTA)), 1),
         cut.threads,
-        (_Arguments(routing=routing, num_rows=num_rows),),
-        [
-            *sources.pointers(offset_of(_Arguments, "routing")),
-            *pointers(_Arguments, row_to_token=row_to_token, row_to_expert=row_to_expert),
-        ],
-        shared_bytes=shared_bytes(routing),
+        {
+            "routing": routing.arguments,
+            "row_to_token": Place("row_to_token"),
+            "row_to_expert": Place("row_to_expert"),
+            "num_rows": num_rows,
+        },
+        programmatic=False,
+        shared_bytes=routing.shared_bytes,
     )
+    return prepare_launch(r, device_index)

@@ -11,13 +11,15 @@ from ..kernels.common.checks import FLOATS, check_same_device, check_shape, chec
 from ..kernels.common.prepared import Launches, layout_of
 from ..kernels.common.registry import register_inputs, without_autocast
 from ..kernels.common.tma_operands import fitting
-from ..kernels.jit import Source, current_driver
+from ..kernels.gemm.tuned import target_of
+from ..kernels.jit import current_driver
+from ..kernels.program import Place, Record, Tensor, prepare_launches
 from . import logits_launch
 from .logits import exact_logits, route_takes
-from .logits_launch import prepare_logits
+from .logits_launch import describe_logits
 from .route_backward import RouteBackwardInputs, gradients, route_backward
 from .top_k import Chosen, TopK, check_choice, choose_by_sigmoid, choose_by_softmax
-from .top_k_launch import TopKInputs, TopKSources, prepare_top_k
+from .top_k_launch import Choice, TopKInputs, describe_top_k
 
 _OP = "route"
 
@@ -43,12 +45,16 @@ class RouteInputs(NamedTuple):
     scaling_factor: float
 
     @property
-    def choice(self) -> str:
+    def op_of_choice(self) -> str:
         return "sigmoid_group_topk" if self.by_sigmoid else "softmax_topk"
 
+    @property
+    def choice(self) -> Choice:
+        groups = self.num_groups, self.topk_groups
+        return Choice(self.k, *groups, self.renormalize, self.scaling_factor)
+
     def with_logits(self, logits: torch.Tensor) -> TopKInputs:
-        rest = self.num_groups, self.topk_groups, self.renormalize, self.scaling_factor
-        return TopKInputs(logits, self.bias, self.k, *rest)
+        return TopKInputs(logits, self.bias, *self.choice)
 
 
 def route(*inputs: Any) -> TopK:
@@ -122,9 +128,6 @@ def _body(inputs: RouteInputs) -> Chosen:
     return choose_by_softmax(of_choice.logits, of_choice.k, of_choice.renormalize)
 
 
-_X, _WEIGHT, _BIAS, _INDEX, _WEIGHTS, _MEMORY = map(Source, range(6))
-
-
 def _launch(inputs: RouteInputs) -> Chosen:
     """Two kernels on the current stream, of very many tokens two for each part; nothing waits."""
     most = logits_launch.most_tokens(*inputs.weight.shape)
@@ -157,11 +160,18 @@ def _prepare(inputs: RouteInputs) -> Launches:
     x, weight, bias, *_ = inputs
     if not len(x):
         return Launches((), 0)
-    logits, sums = prepare_logits(x, weight, _X, _WEIGHT, _MEMORY)
-    shape = weight[:1, :1].expand(len(x), len(weight))  # what the choice asks of logits
-    sources = TopKSources(_MEMORY, None if bias is None else _BIAS, _INDEX, _WEIGHTS)
-    choice = prepare_top_k(inputs.choice, inputs.with_logits(shape), sources, sums)
-    return Launches((logits, choice), 4 * sums.num_parts * len(x) * len(weight))
+    device_index = x.get_device()
+    r = Record(target_of(device_index), ("x", "weight", "bias", "top_k_index", "top_k_weights"))
+    describe_top_k(
+        r,
+        inputs.op_of_choice,
+        describe_logits(r, Tensor.of(x, "x"), Tensor.of(weight, "weight")),
+        None if bias is None else Place("bias"),
+        inputs.choice,
+        Place("top_k_index"),
+        Place("top_k_weights"),
+    )
+    return prepare_launches(r, device_index)
 
 
 _route_op = register_inputs(

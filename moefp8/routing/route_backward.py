@@ -17,17 +17,13 @@ import torch
 from ..kernels.common.prepared import Launches, layout_of, prepared
 from ..kernels.common.registry import register, register_inputs, without_autocast
 from ..kernels.common.tma_operands import fitting
-from ..kernels.jit import Source
+from ..kernels.gemm.tuned import target_of
+from ..kernels.program import Place, Record, Tensor, prepare_launches
 from . import logits_launch
 from .logits import exact_logits, route_takes
-from .logits_launch import prepare_logits
+from .logits_launch import describe_logits
 from .top_k import grad_of_logits, top_k_backward
-from .top_k_backward_launch import (
-    NUM_TERMS,
-    TopKBackwardInputs,
-    TopKBackwardSources,
-    prepare_top_k_backward,
-)
+from .top_k_backward_launch import NUM_TERMS, TopKBackwardInputs, describe_top_k_backward
 
 _OP = "route_backward"
 
@@ -80,8 +76,6 @@ def gradients(inputs: RouteBackwardInputs) -> Gradients:
 
 # ---- On a Hopper GPU ----
 
-_X, _WEIGHT, _GRAD, _INDEX, _OF_LOGITS, _MEMORY = map(Source, range(6))
-
 _product = register(
     "bf16_product(Tensor a, Tensor b) -> Tensor",
     cpu=lambda a, b: a.float() @ b.float(),
@@ -126,12 +120,21 @@ def _launch_kernels(inputs: RouteBackwardInputs, out: torch.Tensor) -> None:
 
 
 def _prepare(inputs: RouteBackwardInputs) -> Launches:
-    x, weight = inputs[:2]
-    logits, sums = prepare_logits(x, weight, _X, _WEIGHT, _MEMORY)
-    shape = weight[:1, :1].expand(len(x), len(weight))  # what the gradient asks of logits
-    sources = TopKBackwardSources(_MEMORY, _GRAD, _INDEX, _OF_LOGITS)
-    of_logits = prepare_top_k_backward(inputs.with_logits(shape), sources, sums)
-    return Launches((logits, of_logits), 4 * sums.num_parts * len(x) * len(weight))
+    x, weight = inputs.x, inputs.weight
+    device_index = x.get_device()
+    r = Record(target_of(device_index), ("x", "weight", "grad", "top_k_index", "grad_logits"))
+    describe_top_k_backward(
+        r,
+        describe_logits(r, Tensor.of(x, "x"), Tensor.of(weight, "weight")),
+        Place("grad"),
+        Place("top_k_index"),
+        Place("grad_logits"),
+        inputs.top_k_index.shape[1],
+        by_sigmoid=inputs.by_sigmoid,
+        renormalize=inputs.renormalize,
+        scaling_factor=inputs.scaling_factor,
+    )
+    return prepare_launches(r, device_index)
 
 
 route_backward = register_inputs(

@@ -1,4 +1,7 @@
-"""Launch `top_k_backward.cu`, the gradient of the router's choice, on a Hopper GPU."""
+"""Describe `top_k_backward.cu`, the gradient of the router's choice on a Hopper GPU, and launch it.
+
+T tokens, k choices each, E experts.
+"""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -8,13 +11,14 @@ import torch
 from ..kernels.common.blocks import ceil_div
 from ..kernels.common.checks import INPUTS
 from ..kernels.common.prepared import layout_of, prepared
-from ..kernels.jit import Kernel, Launch, Source, current_driver, pointers, struct_of
+from ..kernels.gemm.tuned import target_of
+from ..kernels.jit import Kernel, Launch
+from ..kernels.program import Place, Record, Tensor, prepare_launch
 from .logits_launch import Sums
-from .top_k_launch import MAX_WARPS, THREADS_WITH_SUMS, WARP
+from .top_k_launch import WARP, kind_of, step_for_logits
 
 _SOURCE = Path(__file__).with_name("top_k_backward.cu")
-_Arguments = struct_of(_SOURCE)
-NUM_TERMS = 3  # that a gradient is told as, where logits are sums: see `Arguments`
+NUM_TERMS = 3  # that a gradient is told as, where logits are sums
 
 
 class TopKBackwardInputs(NamedTuple):
@@ -32,18 +36,6 @@ class TopKBackwardInputs(NamedTuple):
     scaling_factor: float
 
 
-class TopKBackwardSources(NamedTuple):
-    """Which addresses of a launch are those of its tensors."""
-
-    logits: Source
-    grad: Source
-    top_k_index: Source
-    of_logits: Source
-
-
-_SOURCES = TopKBackwardSources(*map(Source, range(4)))
-
-
 def kernel_of(
     num_experts: int, dtype: torch.dtype, parts_of_group: int = 0, *, by_sigmoid: bool
 ) -> Kernel:
@@ -53,8 +45,8 @@ def kernel_of(
     return Kernel(_SOURCE, name)
 
 
-def launch_top_k_backward(inputs: TopKBackwardInputs, of_logits: torch.Tensor) -> None:
-    """Write the gradient of logits [T, E] into contiguous of_logits, of the same dtype.
+def launch_top_k_backward(inputs: TopKBackwardInputs, grad_logits: torch.Tensor) -> None:
+    """Write the gradient of logits [T, E] into contiguous grad_logits, of the same dtype.
 
     logits: bf16, fp16 or fp32. There is at least one token.
     """
@@ -62,42 +54,55 @@ def launch_top_k_backward(inputs: TopKBackwardInputs, of_logits: torch.Tensor) -
         grad=inputs.grad.float().contiguous(), top_k_index=inputs.top_k_index.contiguous()
     )
     key = ("top_k_backward", layout_of(inputs.logits), inputs.grad.shape[1], inputs[3:])
-    launch = prepared(key, lambda: prepare_top_k_backward(inputs, _SOURCES))
-    tensors = inputs.logits, inputs.grad, inputs.top_k_index, of_logits
+    launch = prepared(key, lambda: _prepare(inputs))
+    tensors = inputs.logits, inputs.grad, inputs.top_k_index, grad_logits
     launch.on(inputs.logits.get_device(), tuple([x.data_ptr() for x in tensors]))
 
 
-def prepare_top_k_backward(
-    inputs: TopKBackwardInputs, sources: TopKBackwardSources, sums: Sums | None = None
-) -> Launch:
-    """What `sources` name: logits that lie like those of `inputs`, and contiguous tensors.
-
-    sums: logits [T, E] are not given, but these, by the kernel before; of_logits is bf16 [T, 3, E]
-        then: what is nearest to a gradient, what that lacks, and the first once more.
-    """
+def _prepare(inputs: TopKBackwardInputs) -> Launch:
     _, logits, index, by_sigmoid, renormalize, scaling_factor = inputs
-    num_tokens, num_experts = logits.shape
-    row_bytes, expert_bytes = (stride * logits.element_size() for stride in logits.stride())
-    driver, device_index = current_driver(), logits.get_device()
-    tokens_of_cta = min(MAX_WARPS, ceil_div(num_tokens, driver.num_sms(device_index)))
-    num_parts, parts_of_group = sums or (0, 0)
-    arguments = _Arguments(
-        row_bytes=row_bytes,
-        expert_bytes=expert_bytes,
-        num_tokens=num_tokens,
-        num_experts=num_experts,
-        top_k=index.shape[1],
+    device_index = logits.get_device()
+    r = Record(target_of(device_index), ("logits", "grad", "top_k_index", "grad_logits"))
+    describe_top_k_backward(
+        r,
+        Tensor.of(logits, "logits"),
+        Place("grad"),
+        Place("top_k_index"),
+        Place("grad_logits"),
+        index.shape[1],
+        by_sigmoid=by_sigmoid,
         renormalize=renormalize,
         scaling_factor=scaling_factor,
-        tokens_of_cta=tokens_of_cta,
-        num_parts=num_parts,
     )
-    kernel = kernel_of(num_experts, logits.dtype, parts_of_group, by_sigmoid=by_sigmoid)
-    return Launch(
-        driver.load(kernel, device_index),
-        ceil_div(num_tokens, tokens_of_cta),
-        tokens_of_cta * WARP if sums is None else THREADS_WITH_SUMS,
-        (arguments,),
-        pointers(_Arguments, **sources._asdict()),
-        programmatic=sums is not None,
-    )
+    return prepare_launch(r, device_index)
+
+
+def describe_top_k_backward(
+    r: Record,
+    logits: Tensor | Sums,
+    grad: Place,
+    top_k_index: Place,
+    grad_logits: Place,
+    top_k: int,
+    *,
+    by_sigmoid: bool,
+    renormalize: bool,
+    scaling_factor: float,
+) -> None:
+    """One step that writes the gradient of logits.
+
+    logits: [T, E] in bf16, fp16 or fp32, or sums that the step before writes; T and E at least 1.
+    grad: fp32 [T, k], of top_k_weights, contiguous. top_k_index: int64 [T, k], contiguous.
+    grad_logits: [T, E] in the dtype of logits, contiguous. Of sums it is bf16 [T, 3, E]: what is
+        nearest to a gradient, what that lacks, and the first once more.
+    """
+    arguments = {
+        "grad": grad,
+        "top_k_index": top_k_index,
+        "of_logits": grad_logits,
+        "top_k": top_k,
+        "renormalize": renormalize,
+        "scaling_factor": scaling_factor,
+    }
+    kernel = kernel_of(logits.shape[1], *kind_of(logits), by_sigmoid=by_sigmoid)
+    step_for_logits(r, kernel, logits, arguments)

@@ -1,4 +1,7 @@
-"""Launch `top_k.cu`, the router's choice, on a Hopper GPU."""
+"""Describe `top_k.cu`, the router's choice on a Hopper GPU, and launch it.
+
+T tokens, k choices each, E experts.
+"""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -8,14 +11,25 @@ import torch
 from ..kernels.common.blocks import ceil_div
 from ..kernels.common.checks import INPUTS
 from ..kernels.common.prepared import layout_of, prepared
-from ..kernels.jit import Kernel, Launch, Source, current_driver, pointers, struct_of
+from ..kernels.gemm.tuned import target_of
+from ..kernels.jit import Kernel, Launch
+from ..kernels.program import Arguments, Place, Record, Tensor, prepare_launch
 from .logits_launch import Sums
 
 _SOURCE = Path(__file__).with_name("top_k.cu")
-_Arguments = struct_of(_SOURCE)
 WARP = 32
 MAX_WARPS, THREADS_WITH_SUMS = 4, 256  # `kMaxWarps` and `kMaxThreads` in top_k.cuh
 MAX_EXPERTS = 512  # a lane holds every 32nd in registers
+
+
+class Choice(NamedTuple):
+    """How k experts are chosen: see `routing.sigmoid_group_topk`."""
+
+    k: int
+    num_groups: int
+    topk_groups: int
+    renormalize: bool
+    scaling_factor: float
 
 
 class TopKInputs(NamedTuple):
@@ -28,6 +42,11 @@ class TopKInputs(NamedTuple):
     topk_groups: int
     renormalize: bool
     scaling_factor: float
+
+    @property
+    def choice(self) -> Choice:
+        groups = self.num_groups, self.topk_groups
+        return Choice(self.k, *groups, self.renormalize, self.scaling_factor)
 
 
 def softmax_inputs(logits: torch.Tensor, k: int, renormalize: bool) -> TopKInputs:
@@ -59,58 +78,90 @@ def launch_top_k(op: str, inputs: TopKInputs, index: torch.Tensor, weights: torc
         logits = logits.float()
     if bias is not None:
         bias = bias.float().contiguous()
-    key = (op, layout_of(logits), inputs[2:])
-    launch = prepared(key, lambda: prepare_top_k(op, inputs._replace(logits=logits), _SOURCES))
+    key = (op, layout_of(logits), inputs.choice)
+    launch = prepared(key, lambda: _prepare(op, inputs._replace(logits=logits)))
     tensors = logits, bias, index, weights
     addresses = tuple([0 if x is None else x.data_ptr() for x in tensors])
     launch.on(logits.get_device(), addresses)
 
 
-class TopKSources(NamedTuple):
-    """Which addresses of a launch are those of a choice."""
-
-    logits: Source
-    bias: Source | None
-    top_k_index: Source
-    top_k_weights: Source
-
-
-_SOURCES = TopKSources(*map(Source, range(4)))
+def _prepare(op: str, inputs: TopKInputs) -> Launch:
+    logits, device_index = inputs.logits, inputs.logits.get_device()
+    r = Record(target_of(device_index), ("logits", "bias", "top_k_index", "top_k_weights"))
+    bias = Place("bias")  # at 0 in calls without
+    results = Place("top_k_index"), Place("top_k_weights")
+    describe_top_k(r, op, Tensor.of(logits, "logits"), bias, inputs.choice, *results)
+    return prepare_launch(r, device_index)
 
 
-def prepare_top_k(
-    op: str, inputs: TopKInputs, sources: TopKSources, sums: Sums | None = None
-) -> Launch:
-    """What `sources` name: logits and bias that lie like those of `inputs`, and the results.
+def describe_top_k(
+    r: Record,
+    op: str,
+    logits: Tensor | Sums,
+    bias: Place | None,
+    choice: Choice,
+    top_k_index: Place,
+    top_k_weights: Place,
+) -> None:
+    """One step that chooses experts. It reads the bias early.
 
-    sums: logits [T, E] are not given, but these, by the kernel before; the bias is contiguous fp32.
+    op: "softmax_topk" or "sigmoid_group_topk".
+    logits: [T, E] in bf16, fp16 or fp32, or sums that the step before writes; T and E at least 1.
+    bias: fp32 [E], contiguous. top_k_index: int64 [T, k]. top_k_weights: fp32 [T, k].
     """
-    logits, _, k, num_groups, topk_groups, renormalize, scaling_factor = inputs
+    arguments = {
+        "bias": bias,
+        "top_k_index": top_k_index,
+        "top_k_weights": top_k_weights,
+        "top_k": choice.k,
+        "num_groups": choice.num_groups,
+        "topk_groups": choice.topk_groups,
+        "group_lanes": 1 << (max(1, WARP // choice.num_groups).bit_length() - 1),
+        "renormalize": choice.renormalize,
+        "scaling_factor": choice.scaling_factor,
+    }
+    kernel = kernel_of(op, logits.shape[1], *kind_of(logits))
+    step_for_logits(r, kernel, logits, arguments, early=bias)
+
+
+def kind_of(logits: Tensor | Sums) -> tuple[torch.dtype, int]:
+    """The dtype and the parts of a group for which a kernel is compiled."""
+    if isinstance(logits, Sums):
+        return torch.float32, logits.parts_of_group
+    return logits.dtype, 0
+
+
+def step_for_logits(
+    r: Record,
+    kernel: Kernel,
+    logits: Tensor | Sums,
+    arguments: Arguments,
+    early: Place | None = None,
+) -> None:
+    """A step with a warp for each token, which may start early if sums are added up.
+
+    arguments: without those that tell of logits and of the grid.
+    """
     num_tokens, num_experts = logits.shape
-    row_bytes, expert_bytes = (stride * logits.element_size() for stride in logits.stride())
-    driver, device_index = current_driver(), logits.get_device()
-    tokens_of_cta = min(MAX_WARPS, ceil_div(num_tokens, driver.num_sms(device_index)))
-    arguments = _Arguments(
-        row_bytes=row_bytes,
-        expert_bytes=expert_bytes,
-        num_tokens=num_tokens,
-        num_experts=num_experts,
-        top_k=k,
-        num_groups=num_groups,
-        topk_groups=topk_groups,
-        group_lanes=1 << (max(1, WARP // num_groups).bit_length() - 1),
-        renormalize=renormalize,
-        scaling_factor=scaling_factor,
-        tokens_of_cta=tokens_of_cta,
-    )
-    parts_of_group = 0
-    if sums is not None:
-        arguments.num_parts, parts_of_group = sums
-    return Launch(
-        driver.load(kernel_of(op, num_experts, logits.dtype, parts_of_group), device_index),
+    tokens_of_cta = min(MAX_WARPS, ceil_div(num_tokens, r.target.num_sms))
+    if isinstance(logits, Sums):
+        threads, layout = THREADS_WITH_SUMS, {"num_parts": logits.num_parts}
+    else:
+        row_bytes, expert_bytes = (logits.bytes_of_stride(axis) for axis in (0, 1))
+        threads = tokens_of_cta * WARP
+        layout = {"row_bytes": row_bytes, "expert_bytes": expert_bytes}
+    r.step(
+        kernel,
         ceil_div(num_tokens, tokens_of_cta),
-        tokens_of_cta * WARP if sums is None else THREADS_WITH_SUMS,
-        (arguments,),
-        pointers(_Arguments, **sources._asdict()),
-        programmatic=sums is not None,
+        threads,
+        {
+            "logits": logits.place,
+            "num_tokens": num_tokens,
+            "num_experts": num_experts,
+            "tokens_of_cta": tokens_of_cta,
+            **layout,
+            **arguments,
+        },
+        early=(early,),
+        programmatic=isinstance(logits, Sums),
     )

@@ -4,7 +4,6 @@ A measured config replaces the heuristic's only where it was faster twice: when 
 compared, and once more when the two took turns.
 """
 
-import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,16 +11,28 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..functional.expert_configs import Sizes, experts_configs, mean_load
-from ..functional.experts_launch import prepare_experts
+from ..functional.expert_configs import Sizes, experts_configs, layer_of, mean_load
+from ..functional.expert_parts import Choices
+from ..functional.experts_launch import INPUTS, describe_experts, weights_layout
 from ..functional.workspace import Weights, fitting_weights, split_weights
 from ..kernels.common.blocks import ceil_div
+from ..kernels.gemm.call import prepare_dense
 from ..kernels.gemm.config import GemmConfig, GroupLayout, is_possible, with_most_stages
 from ..kernels.gemm.heuristic import candidates, deciding_sizes, estimate_us
-from ..kernels.gemm.launch import GemmSources, kernel_of, prepare_gemm
+from ..kernels.gemm.launch import kernel_of
 from ..kernels.gemm.operands import Operands, fitting_operands
-from ..kernels.gemm.tuned import Config, ConfigSource, Dense, Experts, Layer, Pair, config_source_of
-from ..kernels.jit import Kernel, Source, compile_kernels, current_driver
+from ..kernels.gemm.tuned import (
+    Config,
+    ConfigSource,
+    Dense,
+    Experts,
+    Layer,
+    Pair,
+    Table,
+    config_source_of,
+)
+from ..kernels.jit import ARCHITECTURE, Kernel, compile_kernels, current_driver
+from ..kernels.program import Record, Target, Tensor, prepare_launches
 from ..layers import GroupedExperts
 from ..quant import quantize_1x128, quantize_128x128
 from ..system.progress import Progress
@@ -178,8 +189,7 @@ def _random_operands(m: int, n: int, k: int) -> list[Operands]:
 
 def _dense_call(operands: list[Operands], base: ConfigSource, config: GemmConfig) -> Call:
     """A GEMM with each of the operands: a single short one would drown in what events cost."""
-    sources, m = GemmSources(*map(Source, range(5))), len(operands[0].a)
-    launch = prepare_gemm(config, operands[0], sources, base.sms, m, programmatic=False)
+    launch = prepare_dense(config, operands[0], base)
     return _call_of(partial(launch.on, torch.cuda.current_device()), operands)
 
 
@@ -232,7 +242,17 @@ def _layer_calls(sizes: Sizes, weights: Weights, base: ConfigSource) -> Callable
     tokens, y = (x, index, top_k_weights), torch.empty_like(x)
 
     def call_with(configs: Pair) -> Call:
-        launches = prepare_experts(sizes, tokens, weights, math.inf, configs, base.sms)
+        chosen = replace(base, table=Table({layer_of(sizes): {sizes.num_tokens: configs}}))
+        r = Record(Target(ARCHITECTURE, base.all_sms, chosen), INPUTS)
+        describe_experts(
+            r,
+            sizes,
+            Tensor.of(x, "x"),
+            Choices(Tensor.of(index, "ids"), Tensor.of(top_k_weights, "scores")),
+            weights_layout(weights),
+            Tensor.of(y, "y"),
+        )
+        launches = prepare_launches(r, x.get_device())
         # An address of 0: no addend, nothing saved, no scales of tokens, no word.
         none = torch.empty(0)
         others = none, none, none, none

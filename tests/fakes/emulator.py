@@ -16,9 +16,7 @@ from moefp8.kernels import jit
 from moefp8.kernels.gemm import launch as gemm_launch
 from moefp8.kernels.gemm.config import GemmConfig
 from moefp8.kernels.jit import launch
-from moefp8.quant import (
-    numerics,
-)
+from moefp8.quant import numerics
 from tests.fakes.emulated_columns import columns
 from tests.fakes.emulated_gemm import Map, dtype_of, memory
 from tests.fakes.emulated_k_grouped import Maps, k_grouped

@@ -15,7 +15,7 @@ from moefp8.functional.expert_configs import Sizes
 from moefp8.functional.experts import experts
 from moefp8.functional.feed_forward import feed_forward
 from moefp8.functional.linear import fp8_linear
-from moefp8.functional.workspace import Workspace
+from moefp8.functional.workspace import forward_bytes
 from moefp8.kernels.gemm.config import GroupLayout
 from moefp8.kernels.gemm.k_grouped import KGroupedInputs, k_grouped_gemm
 from moefp8.kernels.gemm.operands import Operands
@@ -313,8 +313,8 @@ def test_experts(device, case, choices, others):
     )
     results = []
     for place, masked in ((device, False), (device, True), ("cpu", False)):
-        workspace = Workspace.of(sizes._replace(masked=masked))
-        poison(place, workspace.size, 2 * expected.value.numel())
+        workspace = forward_bytes(sizes._replace(masked=masked))
+        poison(place, workspace, 2 * expected.value.numel())
         y = experts(*make(place), case.limit, masked, first, num_global)
         check(y.to(device), expected)
         results.append(y.cpu())

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moefp8.functional.expert_configs import Sizes
-from moefp8.functional.workspace import Workspace
+from moefp8.functional.workspace import forward_bytes
 from moefp8.kernels import jit
 from tests.functional.cases import inputs, run, weights_of
 from tests.gpu import NEEDS_GPU, bytes_of_processes
@@ -81,7 +81,7 @@ def test_without_memory_an_expert_layer_says_so_and_runs_later(size, masked):
     weights = weights_of(8, 2048, size, "cuda")
     arguments = *inputs(12000, 2048, 2, 8, "repeated", "cuda"), weights, None, masked
     expected = run(*arguments)
-    workspace = Workspace.of(Sizes(12000, 2, 8, 2048, size, masked)).size
+    workspace = forward_bytes(Sizes(12000, 2, 8, 2048, size, masked))
     assert workspace > 64 * MIB
     prepared = [*jit.current_driver().prepared()]
     gc.collect()

@@ -6,9 +6,12 @@ import pytest
 import torch
 
 from moefp8.kernels import jit
+from moefp8.kernels.common.blocks import E4M3
 from moefp8.kernels.jit import compile_kernels
+from moefp8.kernels.program import Codes, Place, Record, Tensor
 from moefp8.quant import both_launch as room
 from moefp8.quant.both import empty_both, quantize_128x128_both, quantize_128x128_both_into
+from tests import records
 from tests.fakes import cuda_on_cpu
 from tests.fakes.emulator import FakeDriver
 from tests.kernels import nvdisasm
@@ -132,9 +135,9 @@ def test_nothing_is_launched_for_nothing(gpu, shape):
     assert gpu.launched == []
 
 
-def test_more_tiles_than_a_kernel_counts_are_refused(gpu):
-    w = torch.zeros(1, 1).expand(1, 2**31)
-    data = torch.empty(1, 1, dtype=torch.float8_e4m3fn)
+def test_more_tiles_than_a_kernel_counts_are_refused():
+    w, codes = (
+        Tensor((1, 2**31), (2**31, 1), dtype, Place("w")) for dtype in (torch.float32, E4M3)
+    )
     with pytest.raises(ValueError, match=r"got \[1, 2147483648\].*split the tensor"):
-        room.prepare_both(w, 1, data, data)
-    assert gpu.kernels == []
+        room.describe_both(Record(records.TARGET, ("w",)), w, 1, Codes(codes, codes), codes.mT)

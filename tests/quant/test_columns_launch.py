@@ -7,9 +7,11 @@ import torch
 
 from moefp8.kernels import jit
 from moefp8.kernels.common.blocks import E4M3
-from moefp8.kernels.jit import Source, compile_kernels
+from moefp8.kernels.jit import compile_kernels
+from moefp8.kernels.program import Codes, Place, Record, Tensor
 from moefp8.quant import columns_launch as room
 from moefp8.quant.columns import quantize_1x128_and_128x1, quantize_128x1
+from tests import records
 from tests.fakes import cuda_on_cpu
 from tests.fakes.emulator import FakeDriver
 from tests.kernels import nvdisasm
@@ -119,26 +121,34 @@ def test_the_kernels_text_survives_any_offsets(functions, seed, blocks):
                 name: torch.full((n + 2 * guard,), 0xFF, dtype=torch.uint8)
                 for name, n in shapes.items()
             }
-            tensors = {"x": x, "expert_offsets": offsets, **memory}
-            if not with_rows:
-                tensors["row_to_token"] = random(num_rows)
-            sources = {
-                name: Source(i, guard if name in memory else 0) for i, name in enumerate(tensors)
+            made = {
+                name: Tensor(shape, strides, dtype, Place(name, guard))
+                for name, shape, strides, dtype in (
+                    ("data", (num_blocks, k, 128), (k * 128, 128, 1), E4M3),
+                    ("scale_inv", (num_blocks, num_scales), (num_scales, 1), torch.float32),
+                    ("row_data", (num_rows, k), (k, 1), E4M3),
+                    ("row_scale_inv", (num_rows, 2), (1, num_rows), torch.float32),
+                )
             }
-            launch = room.prepare_columns(
-                x,
-                num_rows,
-                num_experts,
-                num_blocks,
-                num_scales,
-                False,
-                1e-4,
-                room.ColumnsSources(**sources),
-                blocks=blocks,
-                row_pitch=num_rows,
-            )
+
+            def describe(r: Record, with_rows=with_rows, made=made) -> None:
+                data, scale_inv, *rows = made.values()
+                room.describe_columns(
+                    r,
+                    Tensor.of(x, "x"),
+                    Codes(data, scale_inv),
+                    num_rows,
+                    num_experts=num_experts,
+                    expert_offsets=Place("expert_offsets"),
+                    row_to_token=None if with_rows else Place("row_to_token"),
+                    rows=Codes(*rows) if with_rows else None,
+                    min_amax=1e-4,
+                    blocks=blocks,
+                )
+
+            order = None if with_rows else random(num_rows)
             # Where the allocator begins decides how x is read, and so do the codes.
-            launch.on(-1, tuple(tensor.data_ptr() for tensor in tensors.values()))
+            records.run(describe, x=x, expert_offsets=offsets, row_to_token=order, **memory)
             for name, found in memory.items():
                 assert bool((found[:guard] == 0xFF).all()), name
                 assert bool((found[-guard:] == 0xFF).all()), name
@@ -286,17 +296,11 @@ def test_tokens_may_be_none_where_rows_are_some(functions):
     assert bool((scale_inv == torch.tensor(1e-4) / 448).all())
 
 
-def test_more_tiles_than_a_kernel_counts_are_refused(gpu):
-    x = torch.zeros(1, 1, dtype=torch.bfloat16).expand(2**31, 1)
+def test_more_tiles_than_a_kernel_counts_are_refused():
+    x = Tensor((2**31, 1), (0, 1), torch.bfloat16, Place("x"))
+    r, columns = (
+        Record(records.TARGET, ("x",)),
+        Tensor((2**24, 1, 128), (128, 128, 1), E4M3, Place("x")),
+    )
     with pytest.raises(ValueError, match=r"x \[2147483648, 1\].*split the tensor"):
-        room.prepare_columns(
-            x,
-            len(x),
-            None,
-            2**24,
-            4,
-            False,
-            1e-4,
-            room.ColumnsSources(x=Source(0), data=Source(1), scale_inv=Source(2)),
-        )
-    assert gpu.kernels == []
+        room.describe_columns(r, x, Codes(columns, columns), 2**31, min_amax=1e-4)

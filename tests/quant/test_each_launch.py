@@ -6,9 +6,12 @@ import pytest
 import torch
 
 from moefp8.kernels import jit
+from moefp8.kernels.common.blocks import E4M3
 from moefp8.kernels.jit import compile_kernels
+from moefp8.kernels.program import Codes, Place, Record, Tensor
 from moefp8.quant import each_launch as room
 from moefp8.quant.each import quantize_128x128_each_into
+from tests import records
 from tests.fakes import cuda_on_cpu
 from tests.fakes.emulator import FakeDriver
 from tests.quant.both_cases import DTYPES, weights
@@ -78,11 +81,20 @@ def test_nothing_is_launched_for_nothing():
     assert driver.launched == []
 
 
-def test_more_tiles_than_a_kernel_counts_are_refused(gpu):
-    data = torch.zeros(1, 1, 1).to(torch.float8_e4m3fn).expand(1, 1, 2**31)
+def test_more_tiles_than_a_kernel_counts_are_refused():
+    w = Place("w")
+    data = Tensor((1, 1, 2**31), (2**31, 2**31, 1), E4M3, w)
     with pytest.raises(ValueError, match=r"got 16777216 tiles of \[1, 2147483648\]"):
-        room.prepare_each(1, torch.bfloat16, data, None, 1, vectorized=False)
-    assert gpu.kernels == []
+        room.describe_each(
+            Record(records.TARGET, ("w",)),
+            [w],
+            torch.bfloat16,
+            [],
+            Codes(data, data),
+            None,
+            1,
+            vectorized=False,
+        )
 
 
 def test_places_reach_the_kernel_four_to_a_word():

@@ -7,11 +7,14 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from moefp8.kernels.common.divisor import Divisor
+from moefp8.kernels.common.blocks import E4M3
+from moefp8.kernels.common.divisor import divisor_of
 from moefp8.kernels.jit import compile_kernels
+from moefp8.kernels.program import Codes, Place, Record, Tensor
 from moefp8.quant import quantize_launch as room
 from moefp8.quant.quantize import launch_quantize_1x128, quantize_1x128, quantize_128x128
 from moefp8.quant.quantize_launch import Cut
+from tests import records
 from tests.gpu import NUM_SMS, same_bits
 
 DTYPES = torch.bfloat16, torch.float16, torch.float32
@@ -40,10 +43,10 @@ def test_every_variant_compiles_and_spills_nothing(dtype):
 @example(n=2**31 - 1, value=2**31 - 1)
 @example(n=2**31 - 2, value=3)
 def test_divisor_divides(n, value):
-    divisor = Divisor.of(value)
-    assert n * divisor.magic >> divisor.shift == n // value
-    assert divisor.value == value
-    assert n * divisor.magic < 2**64
+    divisor = divisor_of(value)
+    assert n * divisor["magic"] >> divisor["shift"] == n // value
+    assert divisor["value"] == value
+    assert n * divisor["magic"] < 2**64
 
 
 @given(num_rows=st.integers(1, 100_000), num_k_blocks=st.integers(1, 200))
@@ -132,8 +135,8 @@ def test_strides_are_read_as_they_are(gpu, make, vectorized, copied):
     assert (launch.arguments.x != x.data_ptr()) == copied
 
 
-def test_more_tiles_than_a_kernel_counts_are_refused(gpu):
-    x = torch.zeros(1, 1, dtype=torch.bfloat16).expand(2**31, 1)
+def test_more_tiles_than_a_kernel_counts_are_refused():
+    x = Tensor((2**31, 1), (0, 1), torch.bfloat16, Place("x"))
+    r, out = Record(records.TARGET, ("x", "out")), Tensor((2**31, 1), (1, 1), E4M3, Place("out"))
     with pytest.raises(ValueError, match=r"got \[1, 2147483648, 1\].*split the tensor"):
-        room.prepare_quantize(x, 4, False, None)
-    assert gpu.kernels == []
+        room.describe_quantize(r, x, Codes(out, out), None)

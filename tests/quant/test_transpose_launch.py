@@ -6,9 +6,12 @@ import pytest
 import torch
 
 from moefp8.kernels import jit
-from moefp8.kernels.jit import Launch, compile_kernels
+from moefp8.kernels.common.blocks import E4M3
+from moefp8.kernels.jit import compile_kernels
+from moefp8.kernels.program import Place, Record, Tensor
 from moefp8.quant import transpose_launch as room
 from moefp8.quant.transpose import transpose_codes, transpose_codes_into
+from tests import records
 from tests.fakes import cuda_on_cpu
 from tests.fakes.emulator import FakeDriver
 from tests.gpu import same_bits
@@ -116,25 +119,22 @@ def test_weights_of_no_rows_give_zeros(gpu):
 
 def test_a_launch_may_lie_among_others(gpu):
     """In memory that a call tells, and as early as a stream allows."""
-    w, memory = codes(96, 48), torch.zeros(16 + 48 * 112, dtype=torch.uint8)
+    w, memory = codes(96, 48), torch.zeros(32 + 48 * 112, dtype=torch.uint8)
     memory = memory[-memory.data_ptr() % 16 :]
-    launch: Launch = room.prepare_transpose(
-        w,
-        1,
-        room.Destination(width=96, row_pitch=112, matrix_pitch=0),
-        (jit.Source(1), jit.Source(0, 16)),
-        programmatic=True,
-    )
-    launch.on(-1, (memory.data_ptr() - 16, w.data_ptr()))
-    found = memory[: 48 * 112].view(48, 112)
+    out = Tensor((48, 96), (112, 1), E4M3, Place("memory", 16))
+
+    def describe(r: Record) -> None:
+        room.describe_transpose(r, Tensor.of(w, "w"), 1, out, programmatic=True)
+
+    records.run(describe, memory=memory, w=w)
+    found = memory[16 : 16 + 48 * 112].view(48, 112)
     assert torch.equal(found[:, :96], w.view(torch.uint8).T)
     assert not found[:, 96:].any()
     assert gpu.launched[0].programmatic
     assert gpu.launched[0].kernel.name == "transpose_kernel<true>"
 
 
-def test_more_tiles_than_a_kernel_counts_are_refused(gpu):
-    w = codes(1, 1).expand(1, 2**31)
+def test_more_tiles_than_a_kernel_counts_are_refused():
+    w = Tensor((1, 2**31), (2**31, 1), E4M3, Place("w"))
     with pytest.raises(ValueError, match=r"got \[1, 2147483648\].*split the tensor"):
-        room.prepare_transpose(w, 1, room.Destination(1, 1, 0))
-    assert gpu.kernels == []
+        room.describe_transpose(Record(records.TARGET, ("w",)), w, 1, w.mT)

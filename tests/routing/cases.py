@@ -1,18 +1,19 @@
 """Inputs of dispatch and combine, the buffers that they fill, and what these must hold."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from moefp8.kernels import E4M3, num_blocks, round_up
-from moefp8.kernels.jit import Launch, Source
+from moefp8.kernels.jit import Launch
+from moefp8.kernels.program import Codes, Place, Tensor, layouts
 from moefp8.quant.quantize import quantize_1x128
 from moefp8.routing import RoutingPlan
-from moefp8.routing.combine_launch import CombineSources, prepare_combine
-from moefp8.routing.dispatch_launch import DispatchSources, most_count_bytes, prepare_dispatch
+from moefp8.routing.combine_launch import describe_combine
+from moefp8.routing.dispatch_launch import describe_dispatch, most_count_bytes
 from moefp8.routing.plan import build_maps
-from moefp8.routing.plan_launch import RoutingSources
+from tests.records import addresses_of, launches_of, run
 
 _GUARD = 64
 DTYPES = torch.bfloat16, torch.float16, torch.float32
@@ -113,34 +114,25 @@ SCALE_PLACES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-# In this order a call gives the addresses.
-DISPATCH_SOURCES = DispatchSources(
-    *map(Source, range(5)), routing=RoutingSources(*map(Source, range(5, 9)))
-)
-X_SCALES = Source(9)
-COMBINE_SOURCES = CombineSources(*map(Source, range(4)))
-
-
 class Dispatched(NamedTuple):
-    """The tensors of a dispatch as `DISPATCH_SOURCES` has them, and its kernels."""
+    """The tensors of a dispatch, by the names of its inputs and buffers, and its kernels."""
 
     x: torch.Tensor
     rows: torch.Tensor  # uint8 [R, pitch]
     row_scales: torch.Tensor  # [..., num_k_blocks, scale_pitch]
     counts: torch.Tensor  # uint8: what the kernels may write, and _GUARD bytes behind it
-    zeros: torch.Tensor  # int32 [2 + _GUARD]
+    tile_counters: torch.Tensor  # int32 [2 + _GUARD]
     ids: torch.Tensor
     tokens_per_expert: torch.Tensor
     expert_offsets: torch.Tensor
     token_to_row: torch.Tensor
     x_scale_inv: torch.Tensor  # empty if x is of floats
-    launches: tuple[Launch, ...]
+    launches: Sequence[Launch] = ()
 
-    def launch(self, launches: tuple[Launch, ...]) -> None:
+    def launch(self, launches: Sequence[Launch]) -> None:
         *tensors, _ = self
-        addresses = tuple(x.data_ptr() for x in tensors)
         for launch in launches:
-            launch.on(self.x.get_device(), addresses)
+            launch.on(self.x.get_device(), addresses_of(tensors))
 
 
 def run_dispatch(
@@ -154,17 +146,15 @@ def run_dispatch(
     (num_tokens, hidden_size), top_k = x.shape, ids.shape[1]
     num_rows = num_tokens * top_k if max_m is None else num_experts * max_m
     pitch, num_k_blocks = round_up(hidden_size, 16) + 16, num_blocks(hidden_size)
-    scale_pitch = round_up(num_rows if max_m is None else max_m, 4)
-    matrices = () if max_m is None else (num_experts,)
+    matrices, in_matrix = (1, num_rows) if max_m is None else (num_experts, max_m)
+    scale_pitch = round_up(in_matrix, 4)
+    scale_strides = num_k_blocks * scale_pitch, 1, scale_pitch
+    of_matrices = () if max_m is None else (num_experts,)
     count_bytes = most_count_bytes(num_tokens, top_k, num_experts)
-    options = {"row_pitch": pitch, "scale_pitch": scale_pitch, "expert_offset": expert_offset}
-    sources = DISPATCH_SOURCES
-    if x_scale_inv is not None:
-        sources = sources._replace(x_scales=X_SCALES)
     done = Dispatched(
         x,
         poisoned((num_rows, pitch), torch.uint8, x.device),
-        poisoned((*matrices, num_k_blocks, scale_pitch), torch.float32, x.device),
+        poisoned((*of_matrices, num_k_blocks, scale_pitch), torch.float32, x.device),
         poisoned((count_bytes + _GUARD,), torch.uint8, x.device),
         poisoned((2 + _GUARD,), torch.int32, x.device),
         ids,
@@ -172,11 +162,30 @@ def run_dispatch(
         poisoned((num_experts + 1,), torch.int32, x.device),
         poisoned((num_tokens, top_k), torch.int32, x.device),
         torch.empty(0) if x_scale_inv is None else x_scale_inv,
-        prepare_dispatch(
-            x, ids, num_experts, max_m, **options, sources=sources, x_scale_inv=x_scale_inv
+    )
+    rows = Codes(
+        Tensor(
+            (matrices, in_matrix, hidden_size), (in_matrix * pitch, pitch, 1), E4M3, Place("rows")
+        ),
+        Tensor(
+            (matrices, in_matrix, num_k_blocks), scale_strides, torch.float32, Place("row_scales")
         ),
     )
-    done.launch(done.launches)
+    tensors = layouts(x=x, ids=ids, x_scale_inv=x_scale_inv)
+    launches = launches_of(
+        lambda r: describe_dispatch(
+            r,
+            **tensors,
+            rows=rows,
+            num_experts=num_experts,
+            expert_offset=expert_offset,
+            is_masked=max_m is not None,
+        ),
+        Dispatched._fields[:-1],
+        x.get_device(),
+    )
+    done = done._replace(launches=launches)
+    done.launch(launches)
     return done
 
 
@@ -211,8 +220,8 @@ def check_dispatch(
     num_rows = scales.shape[-2]
     assert torch.equal(ours[..., :num_rows, :], scales)
     assert (ours[..., num_rows:, :] == untouched).all()
-    assert (done.zeros[:2] == 0).all()
-    assert (done.zeros[2:] == untouched).all()
+    assert (done.tile_counters[:2] == 0).all()
+    assert (done.tile_counters[2:] == untouched).all()
     assert (done.counts[-_GUARD:] == POISON).all()
 
 
@@ -232,17 +241,17 @@ def run_combine(
     token_to_row, size = plan.token_to_row.to(y.device), weights.shape[0] * hidden_size
     guarded = poisoned((size + offset + _GUARD,), torch.bfloat16, y.device)
     out = guarded[offset : offset + size].view(-1, hidden_size)
-    start = 0 if addend is None else addend.data_ptr()
-    launch = prepare_combine(
-        weights,
-        hidden_size,
-        y_row_pitch=y.stride(0),
-        is_aligned=(out.data_ptr() | start) % 16 == 0,
-        sources=COMBINE_SOURCES._replace(addend=None if addend is None else Source(4)),
-        programmatic=programmatic,
+    tensors = layouts(y=y, weights=weights, out=out, addend=addend)
+    run(
+        lambda r: describe_combine(
+            r, token_to_row=Place("token_to_row"), **tensors, programmatic=programmatic
+        ),
+        y=y,
+        token_to_row=token_to_row,
+        weights=weights,
+        out=out,
+        addend=addend,
     )
-    addresses = *(x.data_ptr() for x in (y, token_to_row, weights, out)), start
-    launch.on(y.get_device(), addresses)
     around = torch.cat([guarded[:offset].cpu(), guarded[offset + size :].cpu()])
     assert (around.view(torch.uint8) == POISON).all()
     return out

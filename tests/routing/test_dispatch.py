@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from moefp8.kernels import E4M3, jit
 from moefp8.kernels.jit import compile_kernels
+from moefp8.kernels.program import Place, Tensor
 from moefp8.routing import combine_launch, dispatch_launch, plan_launch
 from moefp8.routing.plan import build_maps
 from moefp8.routing.plan_launch import Maps, PlanInputs
@@ -126,30 +127,36 @@ def test_cuts_of_common_shapes(tokens, hidden_blocks, expected):
 
 @pytest.mark.parametrize("top_k", range(1, 70))
 def test_lanes_find_their_token(top_k):
-    routing = routing_of(top_k)
+    routing = routing_of(top_k).arguments
     for lane in range(32):
-        assert lane * routing.reciprocal_of_k >> 16 == lane // top_k
-    assert routing.tokens_at_once == max(1, 32 // top_k)
+        assert lane * routing["reciprocal_of_k"] >> 16 == lane // top_k
+    assert routing["tokens_at_once"] == max(1, 32 // top_k)
 
 
 def routing_of(
-    top_k: int, num_experts: int = 8, max_m: int | None = None, num_warps: int = 0
+    top_k: int,
+    num_experts: int = 8,
+    max_m: int | None = None,
+    num_warps: int = 0,
+    words: int = 1,
 ) -> Structure:
     """The routing of five tokens, in chunks of two."""
-    ids = torch.zeros(5, top_k, dtype=torch.int64)
-    return plan_launch.routing_of("op", 2, ids, num_experts, max_m, num_warps=num_warps)
+    ids = Tensor.of(torch.zeros(5, top_k, dtype=torch.int64), "ids")
+    maps = plan_launch.MapPlaces(*map(Place, plan_launch.MapPlaces._fields))
+    options = {"num_warps": num_warps, "words_of_choice": words}
+    return plan_launch.routing_of("op", 2, ids, num_experts, max_m, maps, **options)
 
 
 @pytest.mark.parametrize("num_experts", [1, 127, 128, 384])
 @pytest.mark.parametrize(("top_k", "places"), [(1, 4), (4, 4), (5, 8), (8, 8), (10, 12), (41, 44)])
 def test_shared_memory_holds_all_experts_and_one_more_and_all_rows(top_k, places, num_experts):
     """The rows of a token are read four at once."""
-    routing = routing_of(top_k, num_experts)
-    assert (routing.num_slots % 128, routing.rows_of_token) == (0, places)
-    assert num_experts < routing.num_slots <= num_experts + 128
     for words in (1, 2):
-        expected = 8 * routing.num_slots + 4 * 2 * places * words
-        assert plan_launch.shared_bytes(routing, words) == expected
+        routing, shared_bytes = routing_of(top_k, num_experts, words=words)
+        num_slots = routing["num_slots"]
+        assert (num_slots % 128, routing["rows_of_token"]) == (0, places)
+        assert num_experts < num_slots <= num_experts + 128
+        assert shared_bytes == 8 * num_slots + 4 * 2 * places * words
 
 
 @pytest.mark.parametrize(
@@ -159,9 +166,10 @@ def test_shared_memory_holds_all_experts_and_one_more_and_all_rows(top_k, places
 def test_as_many_warps_rank_choices_as_are_useful(top_k, num_experts, rankers):
     """They rank the choices of two tokens."""
     routing, without = (routing_of(top_k, num_experts, num_warps=n) for n in (32, 0))
-    assert (routing.num_rankers, without.num_rankers) == (rankers, 0)
-    more = (plan_launch.shared_bytes(x) for x in (routing, without))
-    assert next(more) - next(more) == 2 * rankers * routing.num_slots
+    found = [x.arguments["num_rankers"] for x in (routing, without)]
+    assert found == [rankers, 0]
+    more = 2 * rankers * routing.arguments["num_slots"]
+    assert routing.shared_bytes - without.shared_bytes == more
 
 
 def test_more_rows_than_a_kernel_counts_are_refused():

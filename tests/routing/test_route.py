@@ -7,11 +7,14 @@ import pytest
 import torch
 
 from moefp8 import TopKRouter
-from moefp8.kernels.jit import Source, compile_kernels
+from moefp8.kernels.gemm.tuned import target_of
+from moefp8.kernels.jit import compile_kernels
+from moefp8.kernels.program import Tensor
 from moefp8.routing import logits_launch, sigmoid_group_topk, softmax_topk
-from moefp8.routing.logits_launch import TILES, choose_tile, needed_tiles, prepare_logits
+from moefp8.routing.logits_launch import TILES, choose_tile, describe_logits, needed_tiles
 from moefp8.routing.route import route
 from tests.gpu import no_synchronisation, on_gpu
+from tests.records import run
 
 SIGMOID = (8, True, 8, 4, True, 2.5)  # k, by_sigmoid, num_groups, topk_groups, renormalize, factor
 SOFTMAX = (4, False, 1, 1, True, 1.0)
@@ -194,10 +197,16 @@ def test_no_tokens_launch_nothing(gpu):
 
 def logits_on_gpu(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """fp32 [T, E], added up in the order in which the kernel of the choice does."""
-    launch, sums = prepare_logits(x, weight, *map(Source, range(3)))
-    memory = x.new_full((sums.num_parts, len(x), len(weight)), torch.nan, dtype=torch.float32)
-    launch.on(x.get_device(), tuple(y.data_ptr() for y in (x, weight, memory)))
-    groups = [sum(parts[1:], parts[0]) for parts in memory.split(sums.parts_of_group)]
+    tile = choose_tile(len(x), *weight.shape, target_of(x.get_device()).num_sms)
+    shape = tile.num_parts(x.shape[1]), len(x), len(weight)
+    sums = x.new_full(shape, torch.nan, dtype=torch.float32)
+    run(
+        lambda r: describe_logits(r, Tensor.of(x, "x"), Tensor.of(weight, "weight")),
+        x=x,
+        weight=weight,
+        sums=sums,
+    )
+    groups = [sum(parts[1:], parts[0]) for parts in sums.split(tile.parts_of_group)]
     return sum(groups[1:], groups[0])
 
 

@@ -6,18 +6,19 @@ import pytest
 import torch
 
 from moefp8.kernels import jit
-from moefp8.kernels.jit import Source, compile_kernels
+from moefp8.kernels.jit import compile_kernels
+from moefp8.kernels.program import Place
 from moefp8.routing import sigmoid_group_topk, softmax_topk, top_k_backward_launch
 from moefp8.routing.logits_launch import Sums
 from moefp8.routing.top_k import top_k_backward
 from moefp8.routing.top_k_backward_launch import (
     TopKBackwardInputs,
-    TopKBackwardSources,
-    prepare_top_k_backward,
+    describe_top_k_backward,
 )
 from tests.fakes import cuda_on_cpu
 from tests.fakes.emulator import FakeDriver
 from tests.gpu import no_synchronisation, on_gpu
+from tests.records import run
 from tests.routing.top_k_cases import DTYPES, INF, NAN, Forgets
 from tests.sampling import ALL_KERNELS
 
@@ -192,9 +193,20 @@ def test_the_kernels_text_adds_up_sums(runs_the_text, formula, num_parts, parts_
     index, grad = logits.topk(6).indices, torch.randn(13, 6)
     inputs = TopKBackwardInputs(grad, logits.float(), index, *formula, 2.5 if formula[0] else 1.0)
     of_logits = torch.full((13, 3, 33), NAN, dtype=torch.bfloat16)
-    sources = TopKBackwardSources(*map(Source, range(4)))
-    launch = prepare_top_k_backward(inputs, sources, Sums(num_parts, parts_of_group))
-    launch.on(-1, tuple(x.data_ptr() for x in (sums, grad, index, of_logits)))
+    given = Sums(Place("sums"), (13, 33), num_parts, parts_of_group)
+    places = map(Place, ("grad", "index", "of_logits"))
+    options = {
+        "by_sigmoid": inputs.by_sigmoid,
+        "renormalize": inputs.renormalize,
+        "scaling_factor": inputs.scaling_factor,
+    }
+    run(
+        lambda r: describe_top_k_backward(r, given, *places, 6, **options),
+        sums=sums,
+        grad=grad,
+        index=index,
+        of_logits=of_logits,
+    )
     high, low, again = of_logits.unbind(1)
     assert torch.equal(high, again)
     assert (low.float().abs() <= 2**-8 * high.float().abs()).all()

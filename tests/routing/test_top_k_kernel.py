@@ -8,14 +8,15 @@ import pytest
 import torch
 
 from moefp8.kernels import jit
-from moefp8.kernels.jit import Source
 from moefp8.kernels.jit.kernel import compile_kernels
+from moefp8.kernels.program import Place
 from moefp8.routing import sigmoid_group_topk, softmax_topk, top_k_launch
 from moefp8.routing.logits_launch import Sums
 from moefp8.routing.top_k import _sigmoid
-from moefp8.routing.top_k_launch import TopKInputs, TopKSources, prepare_top_k
+from moefp8.routing.top_k_launch import TopKInputs, describe_top_k
 from tests.fakes import cuda_on_cpu
 from tests.fakes.emulator import FakeDriver
+from tests.records import run
 from tests.routing.top_k_cases import (
     DTYPES,
     OPS,
@@ -115,10 +116,17 @@ def test_the_kernels_text_adds_up_sums_in_order(runs_the_text, op, num_parts, pa
     inputs = TopKInputs(logits, steered, k, *rest)
     index = torch.full((num_tokens, k), -1)
     weights = torch.full((num_tokens, k), math.nan)
-    sources = TopKSources(Source(0), Source(1), Source(2), Source(3))
-    launch = prepare_top_k(op, inputs, sources, Sums(num_parts, parts_of_group))
-    tensors = sums, steered, index, weights
-    launch.on(-1, tuple(0 if x is None else x.data_ptr() for x in tensors))
+    shape = num_tokens, num_experts
+    given = Sums(Place("sums"), shape, num_parts, parts_of_group)
+    of_bias = None if steered is None else Place("bias")
+    places = of_bias, inputs.choice, Place("index"), Place("weights")
+    run(
+        lambda r: describe_top_k(r, op, given, *places),
+        sums=sums,
+        bias=steered,
+        index=index,
+        weights=weights,
+    )
     expected = SOFTMAX(logits, k, True) if op == "softmax_topk" else SIGMOID(*inputs)
     assert_same_choice((index, weights), expected, 16 if op == "softmax_topk" else 0)
     assert runs_the_text.launched[-1].programmatic

@@ -19,7 +19,7 @@ from ...kernels.jit import current_driver
 from .agreement import Call
 from .collective import run_experts, run_experts_backward
 from .peer_memory import GivenBack, Received
-from .peers_launch import CombineAndGiveBack, Place, Sizes, give_back, push
+from .peers_launch import CombineAndGiveBack, Member, Sizes, give_back, push
 
 if TYPE_CHECKING:
     from .group import ExpertGroup
@@ -47,7 +47,7 @@ class PeerExchange:
         self._group, self._choices = group, ids.contiguous()
         self._sizes = Sizes(most, call.top_k, call.num_experts, call.hidden_size)
         seconds = group.agreement.timeout.total_seconds()
-        self._place = Place(group.rank, num_ranks, int(seconds * 1e9))
+        self._member = Member(group.rank, num_ranks, int(seconds * 1e9))
         alike = call.layer, call.top_k, call.hidden_size, call.dtype
         self._identity = *alike, *[x.num_tokens for x in calls]
         self._given_back = GivenBack.of(num_ranks, most, call.hidden_size, call.top_k)
@@ -68,7 +68,7 @@ class PeerExchange:
         self, x: torch.Tensor, scores: torch.Tensor | None, min_amax: float | None
     ) -> list[torch.Tensor]:
         sizes, is_codes = self._sizes, min_amax is not None
-        num_slots, h = self._place.num_ranks * sizes.max_tokens, sizes.hidden_size
+        num_slots, h = self._member.num_ranks * sizes.max_tokens, sizes.hidden_size
         if x.stride(1) != 1 and h > 1:
             x = x.contiguous()
         if num_slots == 0:  # nobody has a token
@@ -85,7 +85,7 @@ class PeerExchange:
         number = self._number % 2**31 if current_driver().is_capturing() else 0
         self._turn = (number << 32) + _signature_of(self._is_backward, *self._identity)
         given = x, self._choices, scores, min_amax
-        push(memory, self._place, sizes, received, self._turn, *given)
+        push(memory, self._member, sizes, received, self._turn, *given)
         at = memory.receiving_at
         rows = memory.view(at + received.rows, (num_slots, h), dtype, received.row_pitch)
         found = [rows]
@@ -138,7 +138,7 @@ class PeerExchange:
         """
         if self._sizes.max_tokens > 0 and self._group.memory.was_captured:
             is_right = self._group.memory.turn == self._turn
-            rank = self._group.agreement.ranks[self._place.rank]  # as `watch` names it
+            rank = self._group.agreement.ranks[self._member.rank]  # as `watch` names it
             torch._assert_async(is_right, f"ExpertParallel: rank {rank} {OVERLAPS}")
 
     def keep_choices(self) -> None:
@@ -158,13 +158,13 @@ class PeerExchange:
         if self._number != self._group.last_turn:  # which ranks each token reaches was overwritten
             self._push(y[:, :0], None, None)
         given = rows.contiguous(), self.ids, of_scores, y, y_of_scores
-        give_back(self._group.memory, self._place, self._sizes, self._turn, *given)
+        give_back(self._group.memory, self._member, self._sizes, self._turn, *given)
         return y, y_of_scores
 
     def _combine(self) -> CombineAndGiveBack:
         memory, num_tokens = self._group.memory, len(self._choices)
         places = memory.returning_at, memory.state.data_ptr()
-        return CombineAndGiveBack(self._place, self._sizes, num_tokens, *places)
+        return CombineAndGiveBack(self._member, self._sizes, num_tokens, *places)
 
     def _empty_sum(self) -> torch.Tensor:
         shape = len(self._choices), self._sizes.hidden_size

@@ -1,38 +1,25 @@
-"""Launch `push.cu` and `give_back.cu`, by which the GPUs of a host exchange tokens and results.
+"""Describe `push.cu` and `give_back.cu`, by which the GPUs of a host exchange tokens and results.
 
 T tokens of a rank, M of any at most, k choices each, P ranks, E experts, H hidden.
 """
 
-from ctypes import Structure
+from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from ...kernels.common.blocks import BLOCK, ceil_div, num_blocks
 from ...kernels.common.checks import INPUTS
-from ...kernels.common.divisor import Divisor
+from ...kernels.common.divisor import divisor_of
 from ...kernels.common.prepared import layout_of, prepared
-from ...kernels.jit import (
-    Kernel,
-    Launch,
-    Pointer,
-    Source,
-    current_driver,
-    offset_of,
-    pointers,
-    struct_of,
-)
-from ...routing.combine_launch import CombineSources
+from ...kernels.gemm.tuned import target_of
+from ...kernels.jit import Kernel, Launch
+from ...kernels.program import Place, Record, Tensor, Word, layouts, prepare_launch
 from .peer_memory import MAX_CHUNKS, GivenBack, PeerMemory, Received
 
 _PUSH = Path(__file__).with_name("push.cu")
 _GIVE_BACK = Path(__file__).with_name("give_back.cu")
-PushArguments, GiveBackArguments = struct_of(_PUSH), struct_of(_GIVE_BACK)
-_Ranks, _Choices, _Tokens = (struct_of(_PUSH, x) for x in ("Ranks", "Choices", "Tokens"))
-_Results, _Rows, _Sums, Order = (
-    struct_of(_GIVE_BACK, x) for x in ("Results", "Rows", "Sums", "Order")
-)
 _THREADS, _LANES, _WARP, _AT_ONCE = 256, 8, 32, 4
 
 
@@ -58,7 +45,7 @@ def _unit_of(*multiples: int) -> int:
     return 16 if all(x % 16 == 0 for x in multiples) else 2
 
 
-class Place(NamedTuple):
+class Member(NamedTuple):
     """Who this rank is among the others, and how long it waits for them."""
 
     rank: int
@@ -75,8 +62,8 @@ class Sizes(NamedTuple):
     hidden_size: int
 
 
-def _ranks_of(place: Place) -> Structure:
-    return _Ranks(deadline_ns=place.deadline_ns, rank=place.rank, num_ranks=place.num_ranks)
+def _given_back(member: Member, sizes: Sizes) -> GivenBack:
+    return GivenBack.of(member.num_ranks, sizes.max_tokens, sizes.hidden_size, sizes.top_k)
 
 
 def _addresses(*given: torch.Tensor | None) -> tuple[int, ...]:
@@ -87,13 +74,10 @@ def _addresses(*given: torch.Tensor | None) -> tuple[int, ...]:
 
 _PUSHING_CTAS = 8  # that an SM has room for
 
-# The addresses of a push, in this order; the turn counts as one.
-_X, _IDS, _SCORES, _STATE, _TURN = map(Source, range(5))
-
 
 def push(
     memory: PeerMemory,
-    place: Place,
+    member: Member,
     sizes: Sizes,
     received: Received,
     turn: int,
@@ -116,64 +100,97 @@ def push(
         "push",
         (layout_of(x), x.data_ptr() % 16, ids.dtype),
         (scores is None, min_amax),
-        (place, sizes, received, memory.receiving),
+        (member, sizes, received, memory.receiving),
     )
 
+    device_index = x.get_device()
+
     def prepare() -> Launch:
-        at, word = memory.receiving_at, x.element_size()
-        (num_tokens, h), top_k = x.shape, sizes.top_k
-        given_back = _given_back(place, sizes)
-        pitch = (x.stride(0) if num_tokens > 1 else sizes.hidden_size) * word
-        arguments = PushArguments(
-            ranks=_ranks_of(place),
-            choices=_Choices(
-                num_tokens=num_tokens,
-                max_tokens=sizes.max_tokens,
-                top_k=top_k,
-                num_experts=sizes.num_experts,
-                id_bytes=ids.element_size(),
-                are_sent=scores is not None,
-            ),
-            tokens=_Tokens(
-                x_row_bytes=pitch,
-                row_bytes=h * word,
-                hidden_size=h,
-                num_k_blocks=num_blocks(h),
-                rows=at + received.rows,
-                row_pitch=received.row_pitch,
-                scales=at + received.scales,
-                scale_pitch=received.scale_pitch,
-                ids=at + received.ids,
-                scores=at + received.scores,
-                reached=memory.returning_at + given_back.reached,
-                own_scores=memory.returning_at + given_back.scores,
-            ),
-            min_amax=min_amax or 0.0,
+        others = ("ids", "scores", "state", "turn")
+        # What a push reads of the state before it waits, addresses, is never written.
+        r = Record(target_of(device_index), ("x", *others), older=frozenset({"state"}))
+        describe_push(
+            r,
+            member,
+            sizes,
+            received,
+            memory.receiving_at,
+            memory.returning_at,
+            **layouts(x=x, ids=ids, scores=scores),
+            state=Place("state"),
+            turn=Word("turn"),
+            min_amax=min_amax,
         )
-        found = pointers(PushArguments, turn=_TURN)
-        found += pointers(_Ranks, at=offset_of(PushArguments, "ranks"), state=_STATE)
-        found += pointers(
-            _Choices,
-            at=offset_of(PushArguments, "choices"),
-            ids=_IDS,
-            scores=None if scores is None else _SCORES,
-        )
-        found += pointers(_Tokens, at=offset_of(PushArguments, "tokens"), x=_X)
-        if min_amax is not None:
-            vectorized = h % 8 == 0 and not (x.data_ptr() | pitch) % 16
-            kernel = push_codes_kernel_of(x.dtype, vectorized=vectorized)
-            num_threads = num_tokens * num_blocks(h) * _LANES
-        else:
-            unit = _unit_of(x.data_ptr(), pitch, h * word)
-            kernel = push_rows_kernel_of(unit)
-            num_threads = num_tokens * ceil_div(h * word, unit * _AT_ONCE * _WARP) * _WARP
-        device_index = x.get_device()
-        most = current_driver().num_sms(device_index) * _PUSHING_CTAS
-        grid = max(1, min(ceil_div(num_threads, _THREADS), most))
-        return _launch(kernel, arguments, found, device_index, grid)
+        return prepare_launch(r, device_index)
 
     addresses = _addresses(x, ids, scores, memory.state)
-    prepared(key, prepare).on(x.get_device(), (*addresses, turn))
+    prepared(key, prepare).on(device_index, (*addresses, turn))
+
+
+def describe_push(
+    r: Record,
+    member: Member,
+    sizes: Sizes,
+    received: Received,
+    receiving_at: int,
+    returning_at: int,
+    x: Tensor,
+    ids: Tensor,
+    scores: Tensor | None,
+    *,
+    state: Place,
+    turn: Word,
+    min_amax: float | None,
+) -> None:
+    """One step that pushes tokens, as `push`.
+
+    receiving_at, returning_at: bytes from the beginning of a rank's memory to its two areas.
+    state: of the group's `PeerMemory`.
+    """
+    (num_tokens, h), size = x.shape, x.element_size()
+    given_back = _given_back(member, sizes)
+    pitch = (x.strides[0] if num_tokens > 1 else sizes.hidden_size) * size
+    arguments = {
+        "ranks": {"state": state, **member._asdict()},
+        "turn": turn,
+        "choices": {
+            "ids": ids.place,
+            "scores": None if scores is None else scores.place,
+            "num_tokens": num_tokens,
+            "max_tokens": sizes.max_tokens,
+            "top_k": sizes.top_k,
+            "num_experts": sizes.num_experts,
+            "id_bytes": ids.element_size(),
+            "are_sent": scores is not None,
+        },
+        "tokens": {
+            "x": x.place,
+            "x_row_bytes": pitch,
+            "row_bytes": h * size,
+            "hidden_size": h,
+            "num_k_blocks": num_blocks(h),
+            "rows": receiving_at + received.rows,
+            "row_pitch": received.row_pitch,
+            "scales": receiving_at + received.scales,
+            "scale_pitch": received.scale_pitch,
+            "ids": receiving_at + received.ids,
+            "scores": receiving_at + received.scores,
+            "reached": returning_at + given_back.reached,
+            "own_scores": returning_at + given_back.scores,
+        },
+        "min_amax": min_amax or 0.0,
+    }
+    if min_amax is not None:
+        vectorized = h % 8 == 0 and x.is_aligned and pitch % 16 == 0
+        kernel = push_codes_kernel_of(x.dtype, vectorized=vectorized)
+        num_threads = num_tokens * num_blocks(h) * _LANES
+    else:
+        unit = _unit_of(x.alignment, pitch, h * size)
+        kernel = push_rows_kernel_of(unit)
+        num_threads = num_tokens * ceil_div(h * size, unit * _AT_ONCE * _WARP) * _WARP
+    most = r.target.num_sms * _PUSHING_CTAS
+    grid = max(1, min(ceil_div(num_threads, _THREADS), most))
+    r.step(kernel, grid, _THREADS, arguments, early=(state,), programmatic=True)
 
 
 # ---- Giving back ----
@@ -184,19 +201,29 @@ _SHARE_PUSHING = 0.5  # of these
 _CHUNK_BYTES = 1 << 20  # of rows that travel to all other ranks, at least
 _MOST_PIECES = 2  # of a warp in an item
 _WORKERS = 8  # warps of a CTA that push and sum; one more directs them
-_Y, _SLOT_IDS, _OF_CHOICES, _OUT, _OUT_OF_CHOICES, _OWN_STATE, _OWN_TURN = map(Source, range(7))
+
+
+class Order(NamedTuple):
+    """How results are cut into items, and which CTAs push first: `Order` in director.cuh."""
+
+    num_chunks: int
+    num_tokens: int
+    num_pushes: int
+    num_sums: int
+    pieces_of_warp: int
+    num_pushing: int
 
 
 def give_back(
     memory: PeerMemory,
-    place: Place,
+    member: Member,
     sizes: Sizes,
     turn: int,
     y: torch.Tensor,
     ids: torch.Tensor,
-    of_choices: torch.Tensor | None,
+    grad_weights: torch.Tensor | None,
     out: torch.Tensor,
-    out_of_choices: torch.Tensor | None,
+    out_grad_weights: torch.Tensor | None,
 ) -> None:
     """Give results back on the current stream, and sum there what all ranks give.
 
@@ -204,78 +231,97 @@ def give_back(
         turn: the one that `push` began.
         y: bf16 [P M, H], contiguous: the rows of slots; those without an expert here stay.
         ids: int32 [P M, k], contiguous: the choices of all slots.
-        of_choices: fp32 [P M, k], contiguous, or None.
+        grad_weights: fp32 [P M, k], contiguous, which goes with the rows; or None.
         out: bf16 [T, H] for the sums of y, contiguous.
-        out_of_choices: fp32 [T, k] for those of `of_choices`, contiguous, or None.
+        out_grad_weights: fp32 [T, k] for those of `grad_weights`, contiguous, or None.
     """
-    num_tokens = len(out)
+    num_tokens, device_index = len(out), ids.get_device()
     key = (
         "give_back",
-        (of_choices is None, y.data_ptr() % 16, ids.get_device()),
-        (place, sizes, num_tokens, memory.receiving),
+        (grad_weights is None, y.data_ptr() % 16, device_index),
+        (member, sizes, num_tokens, memory.receiving),
     )
 
     def prepare() -> Launch:
-        row_bytes, has_scores = sizes.hidden_size * 2, of_choices is not None
-        unit = _unit_of(y.data_ptr(), row_bytes)
-        arguments = _give_back_arguments(memory.returning_at, place, sizes, num_tokens, unit)
-        first, end = (
-            r * sizes.num_experts // place.num_ranks for r in (place.rank, place.rank + 1)
+        others = ("ids", "grad_weights", "out", "out_grad_weights", "state", "turn")
+        r = Record(target_of(device_index), ("y", *others))
+        has_grads = grad_weights is not None
+        describe_give_back(
+            r,
+            member,
+            sizes,
+            num_tokens,
+            memory.returning_at,
+            Tensor.of(y, "y"),
+            Place("ids"),
+            Place("grad_weights") if has_grads else None,
+            Place("out"),
+            Place("out_grad_weights") if has_grads else None,
+            state=Place("state"),
+            turn=Word("turn"),
         )
-        arguments.results = _Results(first_expert=first, num_experts=end - first)
-        found = pointers(GiveBackArguments, turn=_OWN_TURN)
-        found += pointers(_Ranks, at=offset_of(GiveBackArguments, "ranks"), state=_OWN_STATE)
-        found += pointers(
-            _Results,
-            at=offset_of(GiveBackArguments, "results"),
-            y=_Y,
-            ids=_SLOT_IDS,
-            of_choices=_OF_CHOICES if has_scores else None,
-        )
-        found += pointers(
-            _Sums,
-            at=offset_of(GiveBackArguments, "sums"),
-            y=_OUT,
-            y_of_choices=_OUT_OF_CHOICES if has_scores else None,
-        )
-        return _launch_giving(
-            give_back_kernel_of(unit), arguments, found, ids.get_device(), place, sizes
-        )
+        return prepare_launch(r, device_index)
 
-    addresses = _addresses(y, ids, of_choices, out, out_of_choices, memory.state)
-    prepared(key, prepare).on(ids.get_device(), (*addresses, turn))
+    addresses = _addresses(y, ids, grad_weights, out, out_grad_weights, memory.state)
+    prepared(key, prepare).on(device_index, (*addresses, turn))
 
 
-def _given_back(place: Place, sizes: Sizes) -> GivenBack:
-    return GivenBack.of(place.num_ranks, sizes.max_tokens, sizes.hidden_size, sizes.top_k)
+def describe_give_back(
+    r: Record,
+    member: Member,
+    sizes: Sizes,
+    num_tokens: int,
+    returning_at: int,
+    y: Tensor,
+    ids: Place,
+    grad_weights: Place | None,
+    out: Place,
+    out_grad_weights: Place | None,
+    *,
+    state: Place,
+    turn: Word,
+) -> None:
+    """One step that gives results back, as `give_back`.
+
+    num_tokens: T. returning_at: as in `describe_push`. state: of the group's `PeerMemory`.
+    """
+    first, end = (r * sizes.num_experts // member.num_ranks for r in (member.rank, member.rank + 1))
+    unit = _unit_of(y.alignment, sizes.hidden_size * 2)
+    arguments = {
+        "ranks": {"state": state, **member._asdict()},
+        "turn": turn,
+        "results": {
+            "y": y.place,
+            "ids": ids,
+            "of_choices": grad_weights,
+            "first_expert": first,
+            "num_experts": end - first,
+        },
+        "sums": {
+            **_places_of_sums(returning_at, member, sizes),
+            "y": out,
+            "y_of_choices": out_grad_weights,
+        },
+    }
+    _step_that_gives(r, give_back_kernel_of(unit), member, sizes, num_tokens, unit, arguments)
 
 
-def _give_back_arguments(
-    returning_at: int, place: Place, sizes: Sizes, num_tokens: int, unit_bytes: int
-) -> Structure:
-    given_back, units = _given_back(place, sizes), sizes.hidden_size * 2 // unit_bytes
-    return GiveBackArguments(
-        ranks=_ranks_of(place),
-        sums=_Sums(
-            rows=returning_at + given_back.rows,
-            of_choices=returning_at + given_back.of_scores,
-            reached=returning_at + given_back.reached,
-        ),
-        num_tokens=num_tokens,
-        max_tokens=sizes.max_tokens,
-        top_k=sizes.top_k,
-        num_units=units,
-        num_pieces=Divisor.of(ceil_div(units, _WARP)),
-        num_others=Divisor.of(max(1, place.num_ranks - 1)),
-    )
+def _places_of_sums(returning_at: int, member: Member, sizes: Sizes) -> dict[str, int]:
+    """Where in a memory is what is summed."""
+    given_back = _given_back(member, sizes)
+    return {
+        "rows": returning_at + given_back.rows,
+        "of_choices": returning_at + given_back.of_scores,
+        "reached": returning_at + given_back.reached,
+    }
 
 
-def order_of(place: Place, sizes: Sizes, num_pieces: int, num_ctas: int) -> Structure:
+def order_of(member: Member, sizes: Sizes, num_pieces: int, num_ctas: int) -> Order:
     """Chunks, of a MiB or more, depend on nothing but what is the same on all ranks.
 
     num_pieces: of a row. num_ctas: as many as run at once.
     """
-    num_others, most = place.num_ranks - 1, sizes.max_tokens
+    num_others, most = member.num_ranks - 1, sizes.max_tokens
     num_bytes = num_others * most * sizes.hidden_size * 2
     num_chunks = max(1, min(MAX_CHUNKS, num_bytes // _CHUNK_BYTES, most))
     num_tokens = ceil_div(most, num_chunks)
@@ -295,91 +341,102 @@ def order_of(place: Place, sizes: Sizes, num_pieces: int, num_ctas: int) -> Stru
     )
 
 
-def _launch_giving(
+def _step_that_gives(
+    r: Record,
     kernel: Kernel,
-    arguments: Structure,
-    found: list[Pointer],
-    device_index: int,
-    place: Place,
+    member: Member,
     sizes: Sizes,
-) -> Launch:
-    """As many CTAs as run at once: some push first, the others sum."""
-    most = current_driver().num_sms(device_index) * _CTAS_OF_SM
-    order = order_of(place, sizes, arguments.num_pieces.value, most)
+    num_tokens: int,
+    unit_bytes: int,
+    arguments: dict[str, Any],
+    early: Iterable[Place] = (),
+) -> None:
+    """A step with as many CTAs as run at once: some push first, the others sum.
+
+    arguments: without sizes and order.
+    """
+    units = sizes.hidden_size * 2 // unit_bytes
+    num_pieces = ceil_div(units, _WARP)
+    most = r.target.num_sms * _CTAS_OF_SM
+    order = order_of(member, sizes, num_pieces, most)
     num_pushes, num_sums = (order.num_chunks * n for n in (order.num_pushes, order.num_sums))
     if num_pushes > order.num_pushing:
         grid = min(most, order.num_pushing + num_sums)
     else:  # each takes one, and sums then
-        order.num_pushing = grid = min(most, max(num_pushes, num_sums))
-    arguments.order = order
+        grid = min(most, max(num_pushes, num_sums))
+        order = order._replace(num_pushing=grid)
+    of_sizes = {
+        "order": order._asdict(),
+        "num_tokens": num_tokens,
+        "max_tokens": sizes.max_tokens,
+        "top_k": sizes.top_k,
+        "num_units": units,
+        "num_pieces": divisor_of(num_pieces),
+        "num_others": divisor_of(max(1, member.num_ranks - 1)),
+    }
     threads = (_WORKERS + 1) * _WARP
-    return _launch(kernel, arguments, found, device_index, grid, threads)
+    r.step(kernel, grid, threads, {**arguments, **of_sizes}, early=early, programmatic=True)
 
 
 class CombineAndGiveBack(NamedTuple):
-    """What stands for `prepare_combine` where results are given back at once, and summed.
+    """Stands for `describe_combine` where results are given back at once, and summed.
 
-    The result is bf16 [T, H]; behind it, where there is something of choices, fp32 [T, k]. Without,
-    weights are the scores that have come with tokens; else they are of this rank's own. The word of
-    a call is the turn that it ends.
-
-    num_tokens: T. returning_at, state: of the group's `PeerMemory`.
+    num_tokens: T. returning_at: as in `describe_push`. state: the address of that of the group's
+    `PeerMemory`.
     """
 
-    place: Place
+    member: Member
     sizes: Sizes
     num_tokens: int
     returning_at: int
     state: int
 
-    def prepare(
+    def describe(
         self,
-        weights: torch.Tensor,
-        hidden_size: int,
+        r: Record,
+        y: Tensor,
+        token_to_row: Place,
+        weights: Tensor,
+        out: Tensor,
         *,
-        y_row_pitch: int,
-        is_aligned: bool,
-        sources: CombineSources,
-        programmatic: bool,
-    ) -> Launch:
-        """As `prepare_combine`, of the slots' choices, with weights fp32 [P M, k], contiguous."""
+        grad_weights: Place | None,
+        word: Word,
+    ) -> None:
+        """One step, as `describe_combine` of the slots' choices. It reads map and weights early.
+
+        Args:
+            y: bf16 [..., R, H], at a multiple of 16 bytes, in rows of whole 16 bytes.
+            token_to_row: int32 [P M, k], contiguous.
+            weights: fp32 [P M, k], contiguous. Without grad_weights, those of this rank's own slots
+                are not read, but the scores that it pushed.
+            out: bf16 [T, H], contiguous; fp32 [T, k] follows it, for the sums of grad_weights.
+            grad_weights: fp32 [P M, k], contiguous, which goes with the rows; or None.
+            word: the turn that ends.
+        """
         assert weights.dtype == torch.float32
-        assert weights.is_contiguous()
-        given = self.returning_at, self.place, self.sizes, self.num_tokens
-        arguments = _give_back_arguments(*given, unit_bytes=16)
-        arguments.ranks.state = self.state
-        if sources.of_choices is None:
-            arguments.sums.scores = self.returning_at + _given_back(self.place, self.sizes).scores
-        arguments.rows = _Rows(y_row_bytes=y_row_pitch * 2)
-        found = pointers(
-            _Rows,
-            at=offset_of(GiveBackArguments, "rows"),
-            y=sources.y,
-            token_to_row=sources.token_to_row,
-            weights=sources.weights,
-        )
-        found += pointers(GiveBackArguments, turn=sources.word)
-        behind = None
-        if sources.of_choices is not None:
-            behind = sources.out._replace(plus=self.num_tokens * hidden_size * 2)
-        at = offset_of(GiveBackArguments, "results")
-        found += pointers(_Results, at=at, of_choices=sources.of_choices)
-        at = offset_of(GiveBackArguments, "sums")
-        found += pointers(_Sums, at=at, y=sources.out, y_of_choices=behind)
-        launched = arguments, found, weights.get_device(), self.place, self.sizes
-        return _launch_giving(COMBINE_AND_GIVE_BACK, *launched)
-
-
-def _launch(
-    kernel: Kernel,
-    arguments: Structure,
-    found: list[Pointer],
-    device_index: int,
-    grid: int,
-    threads: int = _THREADS,
-) -> Launch:
-    function = current_driver().load(kernel, device_index)
-    return Launch(function, grid, threads, (arguments,), found, programmatic=True)
+        assert weights.strides == (self.sizes.top_k, 1)
+        sums: dict[str, Any] = _places_of_sums(self.returning_at, self.member, self.sizes)
+        sums["y"] = out.place
+        if grad_weights is None:
+            sums["scores"] = self.returning_at + _given_back(self.member, self.sizes).scores
+        else:
+            out_bytes = self.num_tokens * self.sizes.hidden_size * 2
+            sums["y_of_choices"] = out.place.after(out_bytes)
+        arguments = {
+            "ranks": {"state": self.state, **self.member._asdict()},
+            "turn": word,
+            "results": {"of_choices": grad_weights},
+            "rows": {
+                "y": y.place,
+                "y_row_bytes": y.bytes_of_stride(-2),
+                "token_to_row": token_to_row,
+                "weights": weights.place,
+            },
+            "sums": sums,
+        }
+        of_call = self.member, self.sizes, self.num_tokens
+        early = token_to_row, weights.place
+        _step_that_gives(r, COMBINE_AND_GIVE_BACK, *of_call, 16, arguments, early)
 
 
 assert BLOCK == _LANES * 16

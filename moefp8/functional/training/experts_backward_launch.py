@@ -15,37 +15,26 @@ None waits for the host, and all that lies between them is in one workspace.
 """
 
 import math
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 
-from ...kernels.common.blocks import (
-    BLOCK,
-    MIN_GRADIENT_AMAX,
-    TMA_BYTES,
-    num_blocks,
-    round_up,
-)
+from ...kernels.common.blocks import BLOCK, MIN_GRADIENT_AMAX, TMA_BYTES, num_blocks, round_up
 from ...kernels.common.prepared import Launches, layout_of
-from ...kernels.common.tma_operands import fits
-from ...kernels.gemm.config import GroupLayout
-from ...kernels.gemm.k_grouped import output_of
-from ...kernels.gemm.k_grouped.config import choose_config
-from ...kernels.gemm.k_grouped.launch import KGroupedOperands, KGroupedSources, prepare_k_grouped
-from ...kernels.gemm.launch import GemmSources, GroupsOfTokens, prepare_gemm
-from ...kernels.gemm.tuned import ConfigSource, config_source_of
-from ...kernels.jit import Launch, Source, current_driver
-from ...quant.columns import empty_columns, num_column_blocks
-from ...quant.columns_launch import ColumnsSources, prepare_columns, readable
-from ...routing.combine_launch import CombineSources, prepare_combine
-from ...routing.dispatch_launch import DispatchSources, most_count_bytes, prepare_dispatch
-from ...routing.plan_launch import RoutingSources
-from ..expert_configs import Sizes, backward_configs, mean_load
-from ..experts_launch import expected_tiles, takes_tiles
+from ...kernels.gemm.k_grouped.config import Output, choose_config
+from ...kernels.gemm.k_grouped.launch import describe_k_grouped
+from ...kernels.gemm.tuned import target_of
+from ...kernels.jit import current_driver
+from ...kernels.program import Codes, Place, Record, Tensor, layouts, prepare_launches
+from ...quant.columns import column_codes, num_column_blocks
+from ...quant.columns_launch import describe_columns, readable
+from ...routing.combine_launch import describe_combine
+from ...routing.dispatch_launch import describe_dispatch
+from ..expert_configs import Sizes, backward_configs
+from ..expert_parts import describe_rows_gemm
 from ..swiglu import saved_as_read
-from ..workspace import Memory, backward_operands_of, scale_pitch
-from .swiglu_columns_launch import SwigluColumnsSources, prepare_swiglu_columns
+from .swiglu_columns_launch import describe_swiglu_columns
 
 _OP = "trained_experts_backward"
 
@@ -107,7 +96,7 @@ def launch_backward(
     found = driver.prepared().get(key)
     if found is None:
         check()
-        found = driver.keep(key, _Preparation(tensors, num_experts, options).launches())
+        found = driver.keep(key, _prepare(tensors, num_experts, options))
     addresses = tuple([0 if x is None else x.data_ptr() for x in tensors])
     found(tensors.grad.get_device(), addresses)
 
@@ -124,203 +113,113 @@ def _as_kernels_read(tensors: Tensors) -> Tensors:
     )
 
 
-_Columns = tuple[torch.Tensor, torch.Tensor, Source, Source]  # data, scales and their places
+def _prepare(tensors: Tensors, num_experts: int, options: Options) -> Launches:
+    (num_tokens, h), top_k = tensors.hidden_states.shape, tensors.ids.shape[1]
+    rank, i = options.num_global_experts, tensors.gate_up.shape[-1]
+    sizes = Sizes(num_tokens, top_k, num_experts, h, i, False, rank)
+    device_index = tensors.grad.get_device()
+    r = Record(target_of(device_index), Tensors._fields)
+    _Backward(r, sizes, options, layouts(**tensors._asdict())).describe()
+    return prepare_launches(r, device_index)
 
 
-class _Preparation:
-    """The launches for one layout of the tensors."""
+class _Backward:
+    """The description of one layout of the tensors, by their names."""
 
-    def __init__(self, tensors: Tensors, num_experts: int, options: Options) -> None:
-        (num_tokens, h), top_k = tensors.hidden_states.shape, tensors.ids.shape[1]
-        i = tensors.gate_up.shape[-1]
-        rank = options.num_global_experts
-        self.sizes = Sizes(num_tokens, top_k, num_experts, h, i, False, rank)
-        self.tensors, self.options = tensors, options
-        self.num_rows = num_tokens * top_k
-        self.at = {name: Source(i) for i, name in enumerate(Tensors._fields)}
-        self.memory = memory = Memory(Source(len(Tensors._fields)))
-        rows, pitch = self.num_rows, scale_pitch(self.num_rows)
-        self.offsets = memory.take(4 * num_experts + 4)
-        self.to_row, self.is_first = memory.take(4 * rows), memory.take(4 * rows)
-        self.to_token = memory.take(4 * max(rows, num_experts))
-        self.counters = memory.take(8)
-        self.of_activated = memory.take(max(rows * round_up(i, 8) * 2, self._count_bytes()))
-        self.gate_up = memory.take(rows * 2 * round_up(i, BLOCK))
-        self.gate_up_scales = memory.take(2 * num_blocks(i) * pitch * 4)
-        # The rows of gradients give way to those of results, which are larger.
-        self.rows = memory.take(rows * max(round_up(h, 16), round_up(h, 8) * 2))
-        self.row_scales = memory.take(num_blocks(h) * pitch * 4)
-        self.of_gate_up = self._take_columns(2 * i, blocks=False)
-        self.activated = self._take_columns(i, blocks=options.blocks)
-        # The columns of gradients give way to those of tokens.
-        self.columns = self._take_columns(h, blocks=False)
+    def __init__(self, r: Record, sizes: Sizes, options: Options, of: Mapping[str, Any]) -> None:
+        self.r, self.sizes, self.options, self.of = r, sizes, options, of
+        self.num_rows = sizes.num_tokens * sizes.top_k
+        self.num_columns = num_column_blocks(self.num_rows, sizes.num_experts)
 
-    def _count_bytes(self) -> int:
-        return most_count_bytes(*self.sizes[:3])
-
-    def _take_columns(self, features: int, *, blocks: bool) -> _Columns:
-        count = num_column_blocks(self.num_rows, self.sizes.num_experts)
-        data, scales = empty_columns(count, features, torch.device("meta"), blocks=blocks)
-        place = self.memory.take(data.nbytes)
-        return data, scales, place, self.memory.take(count * scales.stride(0) * 4)
-
-    def launches(self) -> Launches:
-        first, second = self._gemms(config_source_of(self.tensors.grad.get_device()))
-        listed = [*self._dispatch(), first, *self._swiglu(), second, self._combine()]
-        grad, x = self.tensors.grad, self.tensors.hidden_states
-        accumulate, at = self.options.accumulate, self.at
-        if self.tensors.of_down is not None:
-            of_y = self._gather(grad, at["grad"], blocks=False)
-            to = self.tensors.of_down, at["of_down"]
-            listed += [of_y[0], self._wgrad(of_y[1], self.activated, to, accumulate[0])]
-        if self.tensors.of_gate_up is not None:
-            of_x = self._gather(x, at["hidden_states"], blocks=self.options.blocks)
-            to = self.tensors.of_gate_up, at["of_gate_up"]
-            listed += [of_x[0], self._wgrad(self.of_gate_up, of_x[1], to, accumulate[1])]
-        return Launches(listed, self.memory.size)
-
-    def _dispatch(self) -> tuple[Launch, ...]:
-        h, at = self.sizes.hidden_size, self.at
-        routing = RoutingSources(
-            ids=at["ids"],
-            tokens_per_expert=self.to_token,  # it is not yet in use
-            expert_offsets=self.offsets,
-            token_to_row=self.to_row,
-        )
-        return prepare_dispatch(
-            self.tensors.grad,
-            self.tensors.ids,
-            self.sizes.num_experts,
-            None,
-            row_pitch=round_up(h, 16),
-            scale_pitch=scale_pitch(self.num_rows),
-            sources=DispatchSources(
-                x=at["grad"],
-                rows=self.rows,
-                row_scales=self.row_scales,
-                counts=self.of_activated,  # it is not yet in use
-                zeros=self.counters,
-                routing=routing,
-            ),
-            expert_offset=self.options.expert_offset,
+    def describe(self) -> None:
+        r, of, sizes, rows = self.r, self.of, self.sizes, self.num_rows
+        h, i, options = sizes.hidden_size, sizes.intermediate_size, self.options
+        first, second = backward_configs(r.target.configs, sizes)
+        grad_rows = r.codes("grad_rows", (1, rows, h))
+        dispatched = describe_dispatch(
+            r,
+            of["grad"],
+            of["ids"],
+            grad_rows,
+            sizes.num_experts,
+            expert_offset=options.expert_offset,
             min_amax=MIN_GRADIENT_AMAX,
         )
-
-    def _gemms(self, configs: ConfigSource) -> tuple[Launch, Launch]:
-        sizes, sms, tensors, at = self.sizes, configs.sms, self.tensors, self.at
-        (_, load), weights = mean_load(sizes), tensors[6:10]
-        of_down, of_gate_up = backward_operands_of(sizes, weights)
-        given = (
-            (of_down, (self.rows, self.row_scales), ("down", "down_scale_inv"), self.of_activated),
-            (
-                of_gate_up,
-                (self.gate_up, self.gate_up_scales),
-                ("gate_up_proj", "gate_up_proj_scale_inv"),
-                self.rows,
-            ),
+        _, offsets, token_to_row = dispatched.maps
+        grad_activated = r.matrices("grad_activated", (1, rows, i), torch.bfloat16)
+        down = Codes(of["down"], of["down_scale_inv"])
+        describe_rows_gemm(
+            r, first, grad_rows, down, grad_activated, sizes, dispatched, follows_dispatch=True
         )
-        made = []
-        pair = backward_configs(configs, sizes)
-        for place, (config, (operands, a, b, d)) in enumerate(zip(pair, given, strict=True)):
-            tiles = expected_tiles(config, sizes) if place == 0 else 0
-            of_groups = GroupsOfTokens(
-                GroupLayout.OFFSETS, sizes.num_experts, tiles, bounds_ready=place > 0
-            )
-            takes = takes_tiles(config, sizes, operands, of_groups, sms)
-            counter = self.counters._replace(plus=self.counters.plus + 4 * place)
-            sources = GemmSources(
-                a=a[0],
-                a_scale_inv=a[1],
-                b=at[b[0]],
-                b_scale_inv=at[b[1]],
-                d=d,
-                bounds=self.offsets,
-                tile_counter=counter if takes else None,
-            )
-            made.append(prepare_gemm(config, operands, sources, sms, load, groups=of_groups))
-        return made[0], made[1]
-
-    def _swiglu(self) -> list[Launch]:
-        tensors, at, i = self.tensors, self.at, self.sizes.intermediate_size
-        limit = self.options.limit
-        sums = self.memory.take(num_blocks(i) * self.num_rows * 4)
-        return prepare_swiglu_columns(
-            tensors.gate_up,
-            tensors.gate_up_scale_inv,
-            tensors.weights,
-            self.sizes.num_experts,
-            math.inf if limit is None else limit,
-            grad_row_pitch=round_up(i, 8),
-            scale_pitch=scale_pitch(self.num_rows),
-            sources=SwigluColumnsSources(
-                grad=self.of_activated,
-                saved=at["gate_up"],
-                saved_scales=None if tensors.gate_up_scale_inv is None else at["gate_up_scale_inv"],
-                expert_offsets=self.offsets,
-                token_to_row=self.to_row,
-                weights=at["weights"],
-                rows=self.gate_up,
-                row_scales=self.gate_up_scales,
-                gate_up_columns=self.of_gate_up[2],
-                gate_up_scales=self.of_gate_up[3],
-                activated_columns=self.activated[2],
-                activated_scales=self.activated[3],
-                of_weights=at["of_weights"],
-                is_first=self.is_first,
-                weight_of_row=self.memory.take(self.num_rows * 4),
-                partial_sums=sums,
-                row_to_token=self.to_token,
-            ),
-            blocks=self.options.blocks,
+        grad_gate_up = r.codes("grad_gate_up", (1, rows, 2 * round_up(i, BLOCK)))
+        gate_up_columns = column_codes(r, "gate_up_columns", self.num_columns, 2 * i)
+        activated_columns = column_codes(
+            r, "activated_columns", self.num_columns, i, blocks=options.blocks
         )
-
-    def _combine(self) -> Launch:
-        h, dx = self.sizes.hidden_size, self.at["dx"]
-        return prepare_combine(
-            self.tensors.dx.new_empty(self.tensors.ids.shape, dtype=torch.float32),
-            h,
-            y_row_pitch=round_up(h, 8),
-            is_aligned=self.tensors.dx.data_ptr() % 16 == 0,
-            sources=CombineSources(self.rows, self.to_row, self.is_first, dx),
-            programmatic=True,
+        is_first = r.matrices("is_first", (1, *of["ids"].shape), torch.float32, sizes.top_k).first()
+        row_to_token = r.buffer("row_to_token", 4 * rows)
+        describe_swiglu_columns(
+            r,
+            grad_activated,
+            of["gate_up"],
+            of["gate_up_scale_inv"],
+            of["weights"],
+            offsets,
+            token_to_row,
+            sizes.num_experts,
+            math.inf if options.limit is None else options.limit,
+            rows=grad_gate_up,
+            gate_up_columns=gate_up_columns,
+            activated_columns=activated_columns,
+            grad_weights=Place("of_weights"),
+            is_first=is_first.place,
+            weight_of_row=r.buffer("weight_of_row", 4 * rows),
+            partial_sums=r.buffer("partial_sums", num_blocks(i) * rows * 4),
+            row_to_token=row_to_token,
+            blocks=options.blocks,
         )
+        results = r.matrices("results", (1, rows, h), torch.bfloat16)
+        gate_up = Codes(of["gate_up_proj"], of["gate_up_proj_scale_inv"])
+        describe_rows_gemm(
+            r, second, grad_gate_up, gate_up, results, sizes, dispatched, follows_dispatch=False
+        )
+        describe_combine(r, results, token_to_row, is_first, of["dx"], programmatic=True)
+        to_down, to_gate_up = options.accumulate
+        if of["of_down"] is not None:
+            grad_columns = self._gather("grad", offsets, row_to_token, blocks=False)
+            self._sum(grad_columns, activated_columns, of["of_down"], offsets, accumulates=to_down)
+        if of["of_gate_up"] is not None:
+            x_columns = self._gather("hidden_states", offsets, row_to_token, blocks=options.blocks)
+            self._sum(gate_up_columns, x_columns, of["of_gate_up"], offsets, accumulates=to_gate_up)
 
-    def _gather(self, x: torch.Tensor, source: Source, *, blocks: bool) -> tuple[Launch, _Columns]:
-        """Column codes of tokens, in the rows of their experts."""
-        data, _, *places = self.columns
-        count = len(data)
-        _, scales = empty_columns(count, x.shape[1], torch.device("meta"), blocks=blocks)
-        launch = prepare_columns(
+    def _gather(self, name: str, offsets: Place, row_to_token: Place, *, blocks: bool) -> Codes:
+        """Column codes of the tokens of an input, in the rows of their experts."""
+        x = self.of[name]
+        columns = column_codes(
+            self.r, f"{name}_columns", self.num_columns, x.shape[1], blocks=blocks
+        )
+        describe_columns(
+            self.r,
             x,
+            columns,
             self.num_rows,
-            self.sizes.num_experts,
-            count,
-            scales.stride(0),
-            False,
-            MIN_GRADIENT_AMAX,
-            ColumnsSources(
-                x=source,
-                data=places[0],
-                scale_inv=places[1],
-                expert_offsets=self.offsets,
-                row_to_token=self.to_token,
-            ),
+            num_experts=self.sizes.num_experts,
+            expert_offsets=offsets,
+            row_to_token=row_to_token,
+            min_amax=MIN_GRADIENT_AMAX,
             blocks=blocks,
             programmatic=True,
         )
-        return launch, (data, scales, places[0], places[1])
+        return columns
 
-    def _wgrad(
-        self, a: _Columns, b: _Columns, to: tuple[torch.Tensor, Source], accumulates: bool
-    ) -> Launch:
-        d, place = to
+    def _sum(self, a: Codes, b: Codes, d: Tensor, offsets: Place, *, accumulates: bool) -> None:
+        """The gradient of a weight: the sum over each expert's rows."""
+        n = d.shape[2]
         config = choose_config(
             *d.shape[1:],
-            output_of(d, accumulates),
-            blocks_b=b[1].shape[1] != b[0].shape[1],
-            d_fits=fits(d) and d.shape[2] * d.element_size() % TMA_BYTES == 0,
+            Output.of(d.dtype, accumulates),
+            blocks_b=b.scale_inv.shape[1] != b.data.shape[1],
+            d_fits=d.fits and n * d.element_size() % TMA_BYTES == 0,
         )
-        sources = KGroupedSources(a[2], a[3], b[2], b[3], place, self.offsets)
-        sms = config_source_of(d.get_device()).sms
-        operands = KGroupedOperands(a[0], a[1], b[0], b[1], d)
-        return prepare_k_grouped(config, operands, sources, sms, BLOCK * len(a[0]))
+        num_tokens = BLOCK * self.num_columns
+        describe_k_grouped(self.r, config, a, b, d, num_tokens, expert_offsets=offsets)

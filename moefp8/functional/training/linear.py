@@ -28,7 +28,7 @@ from ...quant.quantize import quantize_1x128
 from ..autograd import first_order, records
 from ..linear import fp8_linear
 from . import main_grad
-from .linear_launch import Codes, launch_backward, launch_forward
+from .linear_launch import WeightCodes, launch_backward, launch_forward
 from .weights import codes_of
 
 _OP, _BACKWARD = "trained_linear", "trained_linear_backward"
@@ -122,7 +122,7 @@ def _launch(inputs: TrainedLinearInputs) -> Trained:
         return _body(inputs)
     codes = codes_of(weight, trusts=trusts)
     y, columns = _empty(x, len(weight)), empty_columns(*_blocks_of(x), x.device, blocks=blocks)
-    of_w, check = Codes(codes.data, codes.scale_inv), partial(_check, inputs)
+    of_w, check = WeightCodes(codes.data, codes.scale_inv), partial(_check, inputs)
     if launch_forward(check, x, of_w, bias, y, columns, blocks, batch_invariant):
         return y, *columns
     return _body(inputs)
@@ -198,7 +198,7 @@ def _launch_backward(inputs: TrainedLinearBackwardInputs) -> torch.Tensor:
     if d is None or not wants_x:
         return _backward(inputs)
     codes = codes_of(weight, is_backward=True)
-    dx, of_w = _empty(grad, weight.shape[1]), Codes(codes.transposed, codes.scale_inv.mT)
+    dx, of_w = _empty(grad, weight.shape[1]), WeightCodes(codes.transposed, codes.scale_inv.mT)
     check, columns = partial(_allocate_backward, inputs), (of_x, scale_inv)
     if launch_backward(check, grad, of_w, columns, dx, d, accumulates, batch_invariant):
         return dx

@@ -9,102 +9,56 @@ from typing import NamedTuple
 
 import torch
 
-from ...kernels.common.blocks import (
-    E4M3,
-    MIN_AMAX,
-    MIN_GRADIENT_AMAX,
-    TMA_BYTES,
-    empty_tma_aligned,
-    num_blocks,
-    round_up,
-)
+from ...kernels.common.blocks import MIN_AMAX, MIN_GRADIENT_AMAX, TMA_BYTES, num_blocks
 from ...kernels.common.prepared import Launches, layout_of, prepared
 from ...kernels.common.tma_operands import fits
 from ...kernels.gemm.k_grouped import output_of
 from ...kernels.gemm.k_grouped.config import choose_config
-from ...kernels.gemm.k_grouped.launch import KGroupedOperands, KGroupedSources, prepare_k_grouped
-from ...kernels.gemm.launch import GemmSources, prepare_gemm
-from ...kernels.gemm.operands import Operands, check_sizes
-from ...kernels.gemm.tuned import config_source_of
-from ...kernels.jit import Launch, Source, current_driver
-from ...quant.columns import empty_columns
-from ...quant.columns_launch import ColumnsSources, prepare_columns, readable
-from ..workspace import Memory
+from ...kernels.gemm.k_grouped.launch import describe_k_grouped
+from ...kernels.gemm.launch import describe_gemm
+from ...kernels.gemm.operands import check_sizes
+from ...kernels.gemm.tuned import target_of
+from ...kernels.jit import current_driver
+from ...kernels.program import Codes, Record, Tensor, layouts, prepare_launches
+from ...quant.columns import column_codes
+from ...quant.columns_launch import describe_columns, readable
 
 _OP = "trained_linear"
 
 
-class Codes(NamedTuple):
+class WeightCodes(NamedTuple):
     """e4m3 [N, K] and fp32 [ceil(N/128), ceil(K/128)], any strides."""
 
     data: torch.Tensor
     scale_inv: torch.Tensor
 
 
-def _is_simple(x: torch.Tensor, codes: Codes) -> bool:
+def _is_simple(x: torch.Tensor, codes: WeightCodes) -> bool:
     """Whether no operand of a product x codes^T has to be copied."""
     (m, k), n = x.shape, len(codes.data)
     is_readable = x.stride(1) == 1 and readable(x) is x
     return bool(m and n and k) and k % 16 == n % 8 == 0 and is_readable and fits(codes.data)
 
 
-def _prepare_product(
-    x: torch.Tensor,
-    codes: Codes,
-    memory: Memory,
-    columns: tuple[torch.Tensor, tuple[Source, Source]],
-    sources: tuple[Source, Source, Source, Source],
+def _describe_product(
+    r: Record,
+    x: Tensor,
+    weights: Codes,
+    y: Tensor,
+    columns: Codes,
     *,
-    bias: torch.Tensor | None = None,
-    of_bias: Source | None = None,
+    bias: Tensor | None = None,
     blocks: bool = False,
     min_amax: float = MIN_AMAX,
     batch_invariant: bool,
-) -> tuple[Launch, Launch]:
-    """Both codes of x, and the product of its rows with the codes of a weight.
-
-    columns: scales of the column codes, and where both go.
-    sources: x, the codes, their scales, the product.
-    """
-    (m, k), n, meta = x.shape, len(codes.data), torch.device("meta")
+) -> None:
+    """Both codes of x [M, K], and y [M, N], the product of its rows with the weights [N, K]."""
+    (m, k), n = x.shape, weights.data.shape[0]
     check_sizes(_OP, m, n, k)
-    of_x, of_codes, of_scales, of_y = sources
-    rows, scale_pitch = memory.take(m * k), round_up(m, 4)
-    row_scales = memory.take(num_blocks(k) * scale_pitch * 4)
-    scale_inv, (of_columns, of_column_scales) = columns
-    quantize = prepare_columns(
-        x,
-        m,
-        None,
-        num_blocks(m),
-        scale_inv.stride(0),
-        False,
-        min_amax,
-        ColumnsSources(
-            x=of_x,
-            data=of_columns,
-            scale_inv=of_column_scales,
-            row_data=rows,
-            row_scale_inv=row_scales,
-        ),
-        blocks=blocks,
-        row_pitch=scale_pitch,
-    )
-    configs = config_source_of(x.get_device())
-    product = prepare_gemm(
-        configs.dense(m, n, k, batch_invariant),
-        Operands(
-            torch.empty((m, k), dtype=E4M3, device=meta),
-            empty_tma_aligned((m, num_blocks(k)), meta),
-            *codes,
-            torch.empty((m, n), dtype=torch.bfloat16, device=meta),
-        ),
-        GemmSources(rows, row_scales, of_codes, of_scales, of_y, bias=of_bias),
-        configs.sms,
-        m,
-        bias=None if bias is None else bias.dtype,
-    )
-    return quantize, product
+    rows = r.codes("rows", (1, m, k)).first()
+    describe_columns(r, x, columns, m, rows=rows, min_amax=min_amax, blocks=blocks)
+    config = r.target.configs.dense(m, n, k, batch_invariant)
+    describe_gemm(r, config, rows, weights, y, m, bias=bias)
 
 
 def _key_of(*tensors: torch.Tensor | None) -> tuple[object, ...]:
@@ -112,13 +66,13 @@ def _key_of(*tensors: torch.Tensor | None) -> tuple[object, ...]:
     return tuple([None if x is None else (layout_of(x), x.data_ptr() % 16) for x in tensors])
 
 
-_X, _DATA, _SCALES, _Y, _COLUMNS, _COLUMN_SCALES, _BIAS, _MEMORY = map(Source, range(8))
+_FORWARD = "x", "weight", "weight_scales", "y", "columns", "columns_scales", "bias"
 
 
 def launch_forward(
     check: Callable[[], object],
     x: torch.Tensor,
-    codes: Codes,
+    codes: WeightCodes,
     bias: torch.Tensor | None,
     y: torch.Tensor,
     columns: tuple[torch.Tensor, torch.Tensor],
@@ -136,19 +90,19 @@ def launch_forward(
         check()
         if not _is_simple(x, codes) or (bias is not None and not bias.is_contiguous()):
             return Launches((), 0)
-        memory = Memory(_MEMORY)
-        launches = _prepare_product(
-            x,
-            codes,
-            memory,
-            (columns[1], (_COLUMNS, _COLUMN_SCALES)),
-            (_X, _DATA, _SCALES, _Y),
-            bias=bias,
-            of_bias=None if bias is None else _BIAS,
+        device_index = x.get_device()
+        r = Record(target_of(device_index), _FORWARD)
+        _describe_product(
+            r,
+            Tensor.of(x, "x"),
+            Codes.of(*codes, "weight"),
+            Tensor.of(y, "y"),
+            Codes.of(*columns, "columns"),
             blocks=blocks,
             batch_invariant=batch_invariant,
+            **layouts(bias=bias),
         )
-        return Launches(launches, memory.size)
+        return prepare_launches(r, device_index)
 
     found = prepared(key, prepare)
     if found.launches:
@@ -158,13 +112,13 @@ def launch_forward(
     return bool(found.launches)
 
 
-_GRAD, _OF_X, _OF_X_SCALES, _DX, _D = _X, *map(Source, range(3, 7))
+_BACKWARD = "grad", "weight", "weight_scales", "x_columns", "x_columns_scales", "dx", "d"
 
 
 def launch_backward(
     check: Callable[[], object],
     grad: torch.Tensor,
-    codes: Codes,
+    codes: WeightCodes,
     of_x: tuple[torch.Tensor, torch.Tensor],
     dx: torch.Tensor,
     d: torch.Tensor,
@@ -184,32 +138,27 @@ def launch_backward(
         d_fits = fits(d) and d.shape[1] * d.element_size() % TMA_BYTES == 0
         if not (_is_simple(grad, codes) and all(map(fits, of_x)) and d.stride(1) == 1):
             return Launches((), 0)
-        memory, (m, n), device = Memory(_MEMORY), grad.shape, torch.device("meta")
-        data, scale_inv = empty_columns(num_blocks(m), n, device)
-        places = memory.take(data.nbytes), memory.take(len(data) * scale_inv.stride(0) * 4)
-        of_rows = _prepare_product(
-            grad,
-            codes,
-            memory,
-            (scale_inv, places),
-            (_GRAD, _DATA, _SCALES, _DX),
+        device_index = grad.get_device()
+        r = Record(target_of(device_index), _BACKWARD)
+        columns = column_codes(r, "columns", num_blocks(len(grad)), grad.shape[1])
+        _describe_product(
+            r,
+            Tensor.of(grad, "grad"),
+            Codes.of(*codes, "weight"),
+            Tensor.of(dx, "dx"),
+            columns,
             min_amax=MIN_GRADIENT_AMAX,
             batch_invariant=batch_invariant,
         )
-        operands = KGroupedOperands(data, scale_inv, *of_x, d[None])
-        wgrad = prepare_k_grouped(
-            choose_config(
-                *d.shape,
-                output_of(d, accumulates),
-                blocks_b=of_x[1].shape[1] != d.shape[1],
-                d_fits=d_fits,
-            ),
-            operands,
-            KGroupedSources(*places, _OF_X, _OF_X_SCALES, _D),
-            config_source_of(grad.get_device()).sms,
-            m,
+        config = choose_config(
+            *d.shape,
+            output_of(d, accumulates),
+            blocks_b=of_x[1].shape[1] != d.shape[1],
+            d_fits=d_fits,
         )
-        return Launches((*of_rows, wgrad), memory.size)
+        x_columns, out = Codes.of(*of_x, "x_columns"), Tensor.of(d, "d").batched()
+        describe_k_grouped(r, config, columns, x_columns, out, len(grad))
+        return prepare_launches(r, device_index)
 
     found = prepared(key, prepare)
     if found.launches:

@@ -17,13 +17,13 @@ from ...kernels.common.blocks import (
 from ...kernels.common.checks import FLOATS, check_same_device, check_shape, check_tensor
 from ...kernels.common.prepared import Launches, layout_of, prepared
 from ...kernels.common.registry import register_inputs
-from ...kernels.jit import Source
+from ...kernels.gemm.tuned import target_of
+from ...kernels.program import Codes, Place, Record, Tensor, prepare_launches
 from ...quant.quantize import quantize_1x128
 from ...routing.dispatch import dispatch_rows
-from ...routing.dispatch_launch import DispatchSources, most_count_bytes, prepare_dispatch
+from ...routing.dispatch_launch import describe_dispatch
 from ...routing.plan import build_plan
-from ...routing.plan_launch import RoutingSources
-from ..workspace import Memory
+from ...routing.plan_launch import MapPlaces
 
 _OP = "quantized_rows"
 
@@ -92,7 +92,7 @@ def _body(inputs: RowsInputs) -> Rows:
     return found
 
 
-_GRAD, _IDS, _ROWS, _SCALES, _OFFSETS, _TO_ROW, _MEMORY = map(Source, range(7))
+_INPUTS = "grad", "ids", "rows", "rows_scales", "expert_offsets", "token_to_row"
 
 
 def _launch(inputs: RowsInputs) -> Rows:
@@ -102,34 +102,25 @@ def _launch(inputs: RowsInputs) -> Rows:
     if data.numel() == 0:
         return _body(inputs)
     grad = grad if grad.stride(1) == 1 else grad.contiguous()
-    num_tokens, top_k = ids.shape
 
     def prepare() -> Launches:
-        memory = Memory(_MEMORY)
-        launches = prepare_dispatch(
-            grad,
-            ids,
+        device_index = grad.get_device()
+        r = Record(target_of(device_index), _INPUTS)
+        describe_dispatch(
+            r,
+            Tensor.of(grad, "grad"),
+            Tensor.of(ids, "ids"),
+            Codes.of(data, scale_inv, "rows").batched(),
             num_experts,
-            None,
-            row_pitch=data.stride(0),
-            scale_pitch=scale_inv.stride(1),
-            sources=DispatchSources(
-                x=_GRAD,
-                rows=_ROWS,
-                row_scales=_SCALES,
-                counts=memory.take(most_count_bytes(num_tokens, top_k, num_experts)),
-                zeros=memory.take(8),
-                routing=RoutingSources(
-                    ids=_IDS,
-                    tokens_per_expert=memory.take(4 * num_experts),
-                    expert_offsets=_OFFSETS,
-                    token_to_row=_TO_ROW,
-                ),
-            ),
             expert_offset=expert_offset,
+            maps=MapPlaces(
+                r.buffer("tokens_per_expert", 4 * num_experts),
+                Place("expert_offsets"),
+                Place("token_to_row"),
+            ),
             min_amax=MIN_GRADIENT_AMAX,
         )
-        return Launches(launches, memory.size)
+        return prepare_launches(r, device_index)
 
     key = (_OP, layout_of(grad), layout_of(ids), grad.data_ptr() % 16, *inputs[2:])
     addresses = tuple([y.data_ptr() for y in (grad, ids, *found)])

@@ -10,6 +10,7 @@ codes of FP32 values, which nothing has rounded before.
 """
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -26,13 +27,15 @@ from ...kernels.common.blocks import (
 from ...kernels.common.checks import FLOATS, check_same_device, check_shape, check_tensor
 from ...kernels.common.prepared import layout_of, prepared
 from ...kernels.common.registry import register_inputs
-from ...kernels.jit import Source
+from ...kernels.gemm.tuned import target_of
+from ...kernels.jit import Launch
+from ...kernels.program import Codes, Place, Record, layouts, prepare_launches
 from ...quant.block_scaled import BlockScaled, dequantize
 from ...quant.columns import empty_columns, num_column_blocks, quantize_128x1
 from ...quant.numerics import quantize_1x128
 from ..swiglu import saved_as_read, swiglu_grad
 from ..swiglu_rows import weights_of_rows
-from .swiglu_columns_launch import SwigluColumnsSources, prepare_swiglu_columns
+from .swiglu_columns_launch import describe_swiglu_columns
 
 _OP = "swiglu_columns_backward"
 _CODES = 8  # that the kernel loads at once
@@ -181,7 +184,11 @@ def _without_elements(found: SwigluColumnsGradients) -> SwigluColumnsGradients:
 
 
 # The addresses of a call: the inputs that are tensors, the gradients, memory of the kernels.
-_GRAD, _SAVED, _SAVED_SCALES, _OFFSETS, _TO_ROW, _WEIGHTS, *_OUTPUTS = map(Source, range(16))
+_ADDRESSES = (
+    *("grad", "saved", "saved_scales", "expert_offsets", "token_to_row", "weights"),
+    *("rows", "rows_scales", "gate_up", "gate_up_scales", "activated", "activated_scales"),
+    *("grad_weights", "is_first", "weight_of_row", "partial_sums"),
+)
 
 
 def _launch(inputs: SwigluColumnsInputs) -> SwigluColumnsGradients:
@@ -204,40 +211,38 @@ def _launch(inputs: SwigluColumnsInputs) -> SwigluColumnsGradients:
             limit,
             blocks,
         ),
-        lambda: prepare_swiglu_columns(
-            gate_up,
-            scales,
-            weights,
-            len(expert_offsets) - 1,
-            math.inf if limit is None else limit,
-            grad_row_pitch=grad.stride(0),
-            scale_pitch=found.scale_inv.stride(1),
-            blocks=blocks,
-            sources=SwigluColumnsSources(
-                grad=_GRAD,
-                saved=_SAVED,
-                saved_scales=None if scales is None else _SAVED_SCALES,
-                expert_offsets=_OFFSETS,
-                token_to_row=_TO_ROW,
-                weights=_WEIGHTS,
-                rows=_OUTPUTS[0],
-                row_scales=_OUTPUTS[1],
-                gate_up_columns=_OUTPUTS[2],
-                gate_up_scales=_OUTPUTS[3],
-                activated_columns=_OUTPUTS[4],
-                activated_scales=_OUTPUTS[5],
-                of_weights=_OUTPUTS[6],
-                is_first=_OUTPUTS[7],
-                weight_of_row=_OUTPUTS[8],
-                partial_sums=_OUTPUTS[9],
-            ),
-        ),
+        lambda: _prepare(inputs, found),
     )
     tensors = grad, gate_up, scales, expert_offsets, token_to_row, weights, *found, *memory
     addresses = tuple([0 if x is None else x.data_ptr() for x in tensors])
     for launch in launches:
         launch.on(grad.get_device(), addresses)
     return found
+
+
+def _prepare(inputs: SwigluColumnsInputs, gradients: SwigluColumnsGradients) -> Sequence[Launch]:
+    grad, gate_up, scales, expert_offsets, _, weights, limit, blocks = inputs
+    device_index = grad.get_device()
+    r = Record(target_of(device_index), _ADDRESSES)
+    describe_swiglu_columns(
+        r,
+        **layouts(grad=grad, saved=gate_up, saved_scales=scales, weights=weights),
+        expert_offsets=Place("expert_offsets"),
+        token_to_row=Place("token_to_row"),
+        num_experts=len(expert_offsets) - 1,
+        limit=math.inf if limit is None else limit,
+        rows=Codes.of(gradients.codes, gradients.scale_inv, "rows"),
+        gate_up_columns=Codes.of(gradients.gate_up_columns, gradients.gate_up_scale_inv, "gate_up"),
+        activated_columns=Codes.of(
+            gradients.activated_columns, gradients.activated_scale_inv, "activated"
+        ),
+        grad_weights=Place("grad_weights"),
+        is_first=Place("is_first"),
+        weight_of_row=Place("weight_of_row"),
+        partial_sums=Place("partial_sums"),
+        blocks=blocks,
+    )
+    return prepare_launches(r, device_index).launches
 
 
 def _as_kernels_read(inputs: SwigluColumnsInputs) -> SwigluColumnsInputs:

@@ -10,25 +10,33 @@ from typing import NamedTuple
 import torch
 
 from ..common.blocks import BLOCK, TMA_BYTES, ceil_div
-from ..common.prepared import Launches
-from ..jit import Kernel, Launch, Source, current_driver
+from ..jit import ARCHITECTURE, Kernel, Launch, current_driver
+from ..program import (
+    Codes,
+    Place,
+    Record,
+    Target,
+    Tensor,
+    layouts,
+    prepare_launch,
+    prepare_launches,
+)
 from . import heuristic, tile_counter
 from .config import GemmConfig, GroupLayout
 from .launch import (
-    GemmSources,
     GroupsOfTokens,
     Sms,
+    describe_gemm,
     has_more_tiles_than_clusters,
     kernel_of,
-    prepare_gemm,
 )
 from .operands import Operands, check_sizes, fitting_operands
-from .segments import ZERO_OF_LIST, list_bytes, most_segments, prepare_segments
-from .tile_counter import COUNTER_BYTES, prepare_tile_counter
-from .tuned import ConfigSource, config_source_of
+from .segments import ZERO_OF_LIST, describe_segments, list_bytes, most_segments
+from .tile_counter import COUNTER_BYTES, describe_tile_counter
+from .tuned import ConfigSource, target_of
 
-_SOURCES = GemmSources(*map(Source, range(5)))
-_BOUNDS, _MEMORY = Source(5), Source(6)  # memory of a call, which grouped GEMMs may have
+_INPUTS = "a", "a_scales", "b", "b_scales", "d"
+_OLDER = frozenset({"b", "b_scales", "bias", "bounds"})
 LEAST_PRODUCTS = 4e10  # of all groups, from which on a tile counter pays
 
 _Run = Callable[[int, tuple[int, ...]], None]  # launches on a GPU, with the addresses of a call
@@ -83,17 +91,17 @@ def launch_gemm(
     Raises what `GemmCall.check` does, JitError, or OutOfMemoryError.
     """
     driver, addresses = current_driver(), tuple([x.data_ptr() for x in tensors])
-    layouts = tuple([(x.shape, x.stride(), x.dtype, x.get_device()) for x in tensors])
+    of_tensors = tuple([(x.shape, x.stride(), x.dtype, x.get_device()) for x in tensors])
     of_a, of_a_scales, of_b, _, of_d = addresses[:5]
     aligned = (of_a | of_a_scales | of_b | of_d) % TMA_BYTES == 0
-    key = (options, layouts, aligned, driver.max_sms)
+    key = (options, of_tensors, aligned, driver.max_sms)
     run = driver.prepared().get(key)
     if run is None:
         run = _first_launch(describe())
         if run is None:
             return
         driver.keep(key, run)
-    run(layouts[0][3], addresses)
+    run(of_tensors[0][3], addresses)
 
 
 @torch.no_grad()
@@ -138,59 +146,62 @@ def _write_empty_sums(call: GemmCall) -> None:
 
 
 def _prepare(call: GemmCall) -> _Run:
-    layout, operands = call.group_layout, call.operands
-    if layout is not None and layout != GroupLayout.MASKED:
-        a, a_scale_inv, b, b_scale_inv, d = operands
-        operands = Operands(a[None], a_scale_inv[None], b, b_scale_inv, d[None])
+    operands, of_others = call.operands, {"bias": call.bias, "bounds": call.bounds}
+    others = layouts(**{name: x for name, x in of_others.items() if x is not None})
     (m, k), n = operands.a.shape[-2:], operands.b.shape[-2]
     check_sizes(call.op, m, n, k)
-    configs = config_source_of(operands.b.get_device())
-    if layout is None:
-        return prepare_gemm(
-            configs.dense(m, n, k, call.batch_invariant),
-            operands,
-            _SOURCES._replace(bias=None if call.bias is None else Source(5)),
-            configs.sms,
-            m,
-            bias=None if call.bias is None else call.bias.dtype,
-            programmatic=call.programmatic,
-        ).on
-    config, tokens, groups = _choose_grouped(call, layout, m, configs.sms)
-    takes = takes_tiles(config, tokens, operands, groups, configs.sms)
-    before, num_bytes, sources = _prepare_before(call, operands, layout, takes)
-    gemm = prepare_gemm(
-        config,
-        operands,
-        sources,
-        configs.sms,
-        tokens,
-        groups=groups,
-        # What is before it waits for all that came before, so the GEMM may start as soon as it has.
-        programmatic=call.programmatic or before is not None,
-    )
-    return gemm.on if before is None else Launches((before, gemm), num_bytes)
+    device_index = operands.b.get_device()
+    r = Record(target_of(device_index), (*_INPUTS, *others), older=_OLDER)
+    a = Codes.of(operands.a, operands.a_scale_inv, "a")
+    b = Codes.of(operands.b, operands.b_scale_inv, "b")
+    d = Tensor.of(operands.d, "d")
+    if call.group_layout is None:
+        config = r.target.configs.dense(m, n, k, call.batch_invariant)
+        bias = others.get("bias")
+        describe_gemm(r, config, a, b, d, m, bias=bias, programmatic=call.programmatic)
+    else:
+        if call.group_layout != GroupLayout.MASKED:
+            a, d = a.batched(), d.batched()
+        _describe_grouped(r, call, call.group_layout, a, b, d, others["bounds"].place)
+    if len(r.steps) == 1:
+        return prepare_launch(r, device_index).on
+    return prepare_launches(r, device_index)
 
 
-def _prepare_before(
-    call: GemmCall, operands: Operands, layout: GroupLayout, takes_tiles: bool
-) -> tuple[Launch | None, int, GemmSources]:
-    """The launch before a grouped GEMM, the bytes that both share, and what the GEMM reads."""
-    device_index, rows = operands.b.get_device(), operands.a.shape[-2]
+def prepare_dense(config: GemmConfig, operands: Operands, configs: ConfigSource) -> Launch:
+    """A launch of a dense GEMM with that config, of operands that fit, in their order."""
+    r = Record(Target(ARCHITECTURE, configs.all_sms, configs), _INPUTS, older=_OLDER)
+    a = Codes.of(operands.a, operands.a_scale_inv, "a")
+    b = Codes.of(operands.b, operands.b_scale_inv, "b")
+    d = Tensor.of(operands.d, "d")
+    describe_gemm(r, config, a, b, d, len(operands.a), programmatic=False)
+    return prepare_launch(r, operands.d.get_device())
+
+
+def _describe_grouped(
+    r: Record, call: GemmCall, layout: GroupLayout, a: Codes, b: Codes, d: Tensor, bounds: Place
+) -> None:
+    """The GEMM, and before it a step that finds segments or zeroes a tile counter, if need be."""
+    (m, n), sms = d.shape[-2:], r.target.configs.sms
+    config, tokens, groups = _choose_grouped(call, layout, bounds, m, sms)
+    takes = takes_tiles(config, tokens, (m, n, a.data.shape[-1]), groups, sms)
+    programmatic = call.programmatic
     if layout == GroupLayout.SEGMENTS:
-        segments = prepare_segments(
-            rows, len(operands.b), device_index, _BOUNDS, _MEMORY, programmatic=call.programmatic
-        )
-        counter = Source(_MEMORY.which, ZERO_OF_LIST) if takes_tiles else None
-        return segments, list_bytes(rows), _SOURCES._replace(bounds=_MEMORY, tile_counter=counter)
-    sources = _SOURCES._replace(bounds=_BOUNDS)
-    if not takes_tiles:
-        return None, 0, sources
-    zeroed = prepare_tile_counter(device_index, _MEMORY, programmatic=call.programmatic)
-    return zeroed, COUNTER_BYTES, sources._replace(tile_counter=_MEMORY)
+        segments = r.buffer("segments", list_bytes(m))
+        describe_segments(r, bounds, segments, m, groups.num_groups, programmatic=programmatic)
+        counter = segments.after(ZERO_OF_LIST) if takes else None
+        groups = groups._replace(bounds=segments, tile_counter=counter)
+    elif takes:
+        counter = r.buffer("tile_counter", COUNTER_BYTES)
+        describe_tile_counter(r, counter, programmatic=programmatic)
+        groups = groups._replace(tile_counter=counter)
+    # What is before it waits for all that came before, so the GEMM may start as soon as it has.
+    may_start = programmatic or bool(r.steps)
+    describe_gemm(r, config, a, b, d, tokens, groups=groups, programmatic=may_start)
 
 
 def takes_tiles(
-    config: GemmConfig, tokens: int, operands: Operands, groups: GroupsOfTokens, sms: Sms
+    config: GemmConfig, tokens: int, sizes: tuple[int, int, int], groups: GroupsOfTokens, sms: Sms
 ) -> bool:
     """Whether clusters take tiles from a counter, and so end together though tiles are unequal.
 
@@ -198,15 +209,16 @@ def takes_tiles(
     number comes from timings on an H200, see docs/design/grouped.md.
 
     tokens: about how many a group has, or with ROWS a block of rows, which counts as a group.
+    sizes: M, N, K.
     """
-    num_groups, n, k = operands.b.shape
-    if groups.layout == GroupLayout.ROWS:
-        num_groups = groups.num_segments
+    m, n, k = sizes
+    is_rows = groups.layout == GroupLayout.ROWS
+    num_groups = groups.num_segments if is_rows else groups.num_groups
     if num_groups * tokens * n * k < LEAST_PRODUCTS or num_groups == 1:
         return False
     if sms.busy <= config.cluster:  # a lone cluster takes all tiles anyway
         return False
-    return has_more_tiles_than_clusters(config, num_groups, tokens, operands, groups, sms)
+    return has_more_tiles_than_clusters(config, num_groups, tokens, (m, n), groups, sms)
 
 
 def needed_kernels(
@@ -226,10 +238,11 @@ def needed_kernels(
 
 
 def _choose_grouped(
-    call: GemmCall, layout: GroupLayout, m: int, sms: Sms
+    call: GemmCall, layout: GroupLayout, bounds: Place, m: int, sms: Sms
 ) -> tuple[GemmConfig, int, GroupsOfTokens]:
     """The config, about how many tokens a group has, and what is known of the groups."""
-    num_groups, n, k = call.operands.b.shape
+    of_all, n, k = call.operands.b.shape
+    num_groups = of_all
     limit, mean, most = m, ceil_div(m, num_groups), num_groups
     if layout == GroupLayout.ROWS:  # each block of rows counts as a group
         num_groups = most = most_segments(m)
@@ -241,4 +254,5 @@ def _choose_grouped(
     tokens = min(call.expected_m or mean, limit)
     all_sms = sms.busy == sms.all
     config = heuristic.choose_grouped_config(tokens, limit, num_groups, n, k, sms.busy, all_sms)
-    return config, tokens, GroupsOfTokens(layout, most, config.token_tiles(tokens))
+    groups = GroupsOfTokens(layout, bounds, of_all, most, config.token_tiles(tokens))
+    return config, tokens, groups

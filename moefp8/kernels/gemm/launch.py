@@ -1,33 +1,17 @@
-"""Prepare a launch of `gemm.cu`: what the kernel is given. M tokens, N weights, K; G groups."""
+"""Describe a launch of `gemm.cu`. M tokens, N weights, K; G groups."""
 
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from ..common.blocks import BLOCK, ceil_div, num_blocks, round_up
-from ..common.tma_operands import box_of
-from ..jit import (
-    MAP_BYTES,
-    Kernel,
-    Launch,
-    Pointer,
-    Source,
-    current_driver,
-    join_maps,
-    offset_of,
-    pointers,
-    struct_of,
-    tensor_map,
-)
+from ..jit import Kernel, current_driver
+from ..program import Codes, Place, Record, Tensor, TensorMap
 from .config import GemmConfig, GroupLayout, num_whole_tiles, usable_ctas
-from .operands import Operands
 
 SOURCE = Path(__file__).with_name("gemm.cu")
-Arguments = struct_of(SOURCE)
-Groups, Activation = struct_of(SOURCE, "Groups"), struct_of(SOURCE, "Activation")
 BIASES = {
     None: "kNone",
     torch.float32: "kFloat",
@@ -37,51 +21,40 @@ BIASES = {
 _L2_BYTES = 24 << 20  # of tokens that the L2 cache holds while weights stream past
 
 
-class GemmSources(NamedTuple):
-    """Which addresses of a launch are those of its operands.
+class GroupsOfTokens(NamedTuple):
+    """What a grouped GEMM knows of its groups beforehand.
 
-    bounds: what tells the groups apart. up, up_scale_inv, d_scale_inv: only if `config.gate_up`.
-    saved: bf16 [M, 2, N], gate and up of each token, only if `config.saves_gate_up`; rows of N lie
-        round_up(N, 8) apart.
+    layout: what tells which tokens are of which group. bounds: that, int32.
+    num_groups: G. num_segments: how many runs of tokens have one group each, at most.
+    expected_tiles: how many tiles of tokens a group has, if the first tiles may be guessed from
+        that, see `prefetch_expected` in producer.cuh; else 0.
+    bounds_ready: whether the bounds are older than the step before the GEMM.
     tile_counter: an int, zero at first, that clusters take tiles from; None: each has its own.
     """
 
-    a: Source
-    a_scale_inv: Source
-    b: Source
-    b_scale_inv: Source
-    d: Source
-    bias: Source | None = None
-    bounds: Source | None = None
-    up: Source | None = None
-    up_scale_inv: Source | None = None
-    d_scale_inv: Source | None = None
-    saved: Source | None = None
-    tile_counter: Source | None = None
-
-
-@dataclass(frozen=True)
-class GroupsOfTokens:
-    """What a grouped GEMM knows of its groups beforehand.
-
-    layout: what tells which tokens are of which group.
-    num_segments: how many runs of tokens have one group each, at most.
-    expected_tiles: how many tiles of tokens a group has, if the first tiles may be guessed from
-        that, see `prefetch_expected` in producer.cuh; else 0.
-    bounds_ready: whether the bounds are older than the stream's previous kernel.
-    """
-
     layout: GroupLayout
+    bounds: Place | None
+    num_groups: int
     num_segments: int
     expected_tiles: int = 0
     bounds_ready: bool = False
+    tile_counter: Place | None = None
 
 
 class GateUp(NamedTuple):
-    """What SwiGLU and quantization take: the limit, and the pitch of the scales of d."""
+    """What `config.gate_up` takes: the other half of the weights, SwiGLU, and quantization.
 
+    up: codes and scales with the layouts of gate's, which are b.
+    limit: that of `swiglu`; infinite if there is none.
+    d_scale_inv: the scales of d, fp32 [..., M, ceil(N/128)], M innermost.
+    saved: bf16 [M, 2, N], gate and up of each token, in rows that are round_up(N, 8) apart; only
+        if `config.saves_gate_up`.
+    """
+
+    up: Codes
     limit: float
-    d_scale_pitch: int
+    d_scale_inv: Tensor
+    saved: Place | None = None
 
 
 class Sms(NamedTuple):
@@ -98,30 +71,31 @@ def kernel_of(
     return Kernel(SOURCE, config.kernel_name(BIASES[bias], group_layout), config.interleaving)
 
 
-def prepare_gemm(
+def describe_gemm(
+    r: Record,
     config: GemmConfig,
-    operands: Operands,
-    sources: GemmSources,
-    sms: Sms,
+    a: Codes,
+    b: Codes,
+    d: Tensor,
     tokens: int,
     *,
-    bias: torch.dtype | None = None,
+    bias: Tensor | None = None,
     groups: GroupsOfTokens | None = None,
     gate_up: GateUp | None = None,
     programmatic: bool = True,
-) -> Launch:
-    """A launch for operands that lie as these do, wherever `sources` say.
+) -> None:
+    """One step that writes d.
 
-    operands: they fit (`fitting_operands`), and only their layouts count; those of a grouped GEMM
-        have three dimensions. If `config.gate_up`, b and its scales are gate's, up's lie alike, and
-        d is E4M3.
+    TMA must be able to address a, the scales of a, b and d. Those of a grouped GEMM have three
+    dimensions. If `config.gate_up`, b is gate's and d is E4M3. Weights, bias and bounds that are
+    ready are read early.
+
     tokens: about how many tokens a group has.
-    bias: its dtype; it is contiguous.
+    bias: [N], contiguous.
     """
-    a, a_scale_inv, b, b_scale_inv, d = operands
-    (m, k), n = a.shape[-2:], b.shape[-2]
-    driver, device_index = current_driver(), b.get_device()
-    token_tiles = most_token_tiles(config, groups, operands)
+    (m, k), n = a.data.shape[-2:], b.data.shape[-2]
+    sms = r.target.configs.sms
+    token_tiles = most_token_tiles(config, groups, m)
     weight_tiles = config.weight_tiles(n)
     rows, columns = token_tiles, weight_tiles
     if config.swap_ab:
@@ -129,109 +103,94 @@ def prepare_gemm(
     clusters = num_clusters(config, token_tiles, n, sms)
     num_band = min(band(config, tokens, k), token_tiles)
     boxes = config.token_boxes(m)
-    stage_bytes = tuple([config.stage_bytes(box) for box in boxes])
-    stride, stride_k = b_scale_inv.stride()[-2:]
-    arguments = Arguments(
-        weight_scale_stride=stride,
-        weight_scale_stride_k=stride_k,
-        num_weights=n,
-        num_k_blocks=num_blocks(k),
-        last_token=config.last_token(m),
-        stage_bytes=stage_bytes,
-        num_row_tiles=rows,
-        num_col_tiles=columns,
-        num_whole_tiles=num_whole_tiles(config, token_tiles * weight_tiles, clusters),
-        band=num_band,
-        inverse=ceil_div(1 << 33, num_band),
-        programmatic=programmatic,
-    )
-    if groups is not None:
-        arguments.groups = Groups(
-            num_groups=b.shape[0],
-            num_segments=groups.num_segments,
-            num_tokens=m,
-            expected_tiles=groups.expected_tiles,
-            weight_scale_stride=b_scale_inv.stride(0),
-            d_row_stride=d.stride(-2),
-            d_matrix_stride=d.stride(0),
-            bounds_ready=groups.bounds_ready,
-        )
+    weights = [b.data] * len(config.weight_pieces)
     if gate_up is not None:
-        arguments.activation = Activation(
-            limit=gate_up.limit, pitch=gate_up.d_scale_pitch, saved_row_bytes=2 * round_up(n, 8)
-        )
+        weights = [b.data, gate_up.up.data]
     # A box has 128 bytes of each row. Where memory is what counts, the L2 cache fetches no more.
     l2_bytes = 128 if tokens <= 64 else 256
     scale_box = config.token_scales, config.k_blocks_per_stage
+    pieces = zip(weights, config.weight_pieces, strict=True)
     maps = (
-        join_maps(tensor_map(box_of(a, (128, x), 128, l2_bytes)) for x in boxes),
-        tensor_map(box_of(a_scale_inv.mT, scale_box, 0)),
-        join_maps(tensor_map(box_of(b, (128, x), 128, l2_bytes)) for x in config.weight_pieces),
-        tensor_map(box_of(d, config.store_box, _swizzle_of(config, d))),
+        tuple(TensorMap(a.data, (128, x), 128, l2_bytes) for x in boxes),
+        (TensorMap(a.scale_inv.mT, scale_box),),
+        tuple(TensorMap(x, (128, rows), 128, l2_bytes) for x, rows in pieces),
+        (TensorMap(d, config.store_box, _swizzle_of(config, d), is_written=True),),
     )
-    return Launch(
-        driver.load(
-            kernel_of(config, bias, None if groups is None else groups.layout), device_index
+    arguments: dict[str, Any] = {
+        "weight_scales": b.scale_inv.place,
+        "weight_scale_stride": b.scale_inv.strides[-2],
+        "weight_scale_stride_k": b.scale_inv.strides[-1],
+        "bias": None if bias is None else bias.place,
+        "num_weights": n,
+        "num_k_blocks": num_blocks(k),
+        "last_token": config.last_token(m),
+        "stage_bytes": [config.stage_bytes(box) for box in boxes],
+        "num_row_tiles": rows,
+        "num_col_tiles": columns,
+        "num_whole_tiles": num_whole_tiles(config, token_tiles * weight_tiles, clusters),
+        "band": num_band,
+        "inverse": ceil_div(1 << 33, num_band),
+        "programmatic": programmatic,
+    }
+    early = [b.data.place, b.scale_inv.place, arguments["bias"]]
+    if groups is not None:
+        arguments["groups"] = {
+            "bounds": groups.bounds,
+            "num_groups": groups.num_groups,
+            "num_segments": groups.num_segments,
+            "num_tokens": m,
+            "expected_tiles": groups.expected_tiles,
+            "weight_scale_stride": b.scale_inv.strides[0],
+            "d": d.place,
+            "d_row_stride": d.strides[-2],
+            "d_matrix_stride": d.strides[0],
+            "bounds_ready": groups.bounds_ready,
+            "tile_counter": groups.tile_counter,
+        }
+        early += [groups.bounds] if groups.bounds_ready else []
+    if gate_up is not None:
+        arguments["activation"] = {
+            "up_scales": gate_up.up.scale_inv.place,
+            "limit": gate_up.limit,
+            "scales": gate_up.d_scale_inv.place,
+            "pitch": gate_up.d_scale_inv.strides[-1],
+            "saved": gate_up.saved,
+            "saved_row_bytes": 2 * round_up(n, 8),
+        }
+        early += [gate_up.up.data.place, gate_up.up.scale_inv.place]
+    r.step(
+        kernel_of(
+            config, None if bias is None else bias.dtype, None if groups is None else groups.layout
         ),
         clusters * config.cluster,
         config.threads,
-        (*maps, arguments),
-        _pointers(config, sources, len(boxes)),
+        arguments,
+        maps=maps,
+        early=early,
+        programmatic=programmatic,
         shared_bytes=config.shared_bytes,
         cluster=config.cluster,
-        programmatic=programmatic,
     )
 
 
-def _swizzle_of(config: GemmConfig, d: torch.Tensor) -> int:
+def _swizzle_of(config: GemmConfig, d: Tensor) -> int:
     """The bytes of d that a swizzle spans; 0 where a box is one unit of it, 16 bytes, wide."""
     columns = config.store_box[0]
     return columns * d.element_size() if columns > 8 else 0
 
 
-def _pointers(config: GemmConfig, sources: GemmSources, num_token_boxes: int) -> list[Pointer]:
-    """Where addresses go: into maps of tokens, of their scales, of weights, of d; then the rest."""
-    weights = [sources.b] * len(config.weight_pieces)
-    if sources.up is not None:
-        weights = [sources.b, sources.up]
-    return [
-        *(Pointer(0, i * MAP_BYTES, sources.a) for i in range(num_token_boxes)),
-        Pointer(1, 0, sources.a_scale_inv),
-        *(Pointer(2, i * MAP_BYTES, x) for i, x in enumerate(weights)),
-        Pointer(3, 0, sources.d),
-        *pointers(Arguments, 4, weight_scales=sources.b_scale_inv, bias=sources.bias),
-        *pointers(
-            Groups,
-            4,
-            offset_of(Arguments, "groups"),
-            bounds=sources.bounds,
-            d=sources.d if config.grouped else None,
-            tile_counter=sources.tile_counter,
-        ),
-        *pointers(
-            Activation,
-            4,
-            offset_of(Arguments, "activation"),
-            up_scales=sources.up_scale_inv,
-            scales=sources.d_scale_inv,
-            saved=sources.saved,
-        ),
-    ]
-
-
-def most_token_tiles(config: GemmConfig, groups: GroupsOfTokens | None, operands: Operands) -> int:
-    """How many tiles of tokens any routing can need."""
-    m, tokens = operands.a.shape[-2], config.tile[0]
+def most_token_tiles(config: GemmConfig, groups: GroupsOfTokens | None, m: int) -> int:
+    """How many tiles of tokens any routing of m tokens can need."""
+    tokens = config.tile[0]
     if groups is None:
         return ceil_div(m, tokens)
-    num_groups = len(operands.b)
     if groups.layout == GroupLayout.MASKED:
-        return num_groups * ceil_div(m, tokens)
+        return groups.num_groups * ceil_div(m, tokens)
     if groups.layout in (GroupLayout.ROWS, GroupLayout.SEGMENTS):
         return ceil_div(m, BLOCK) * ceil_div(BLOCK, tokens)
     # Each group that has a token takes up to two tiles more than its share: one that begins before
     # it, at a multiple of 16 bytes in each row of scales, and one that ends after it.
-    return m // tokens + 2 * min(num_groups, m)
+    return m // tokens + 2 * min(groups.num_groups, m)
 
 
 def num_clusters(config: GemmConfig, token_tiles: int, n: int, sms: Sms) -> int:
@@ -245,16 +204,19 @@ def num_clusters(config: GemmConfig, token_tiles: int, n: int, sms: Sms) -> int:
 
 def has_more_tiles_than_clusters(
     config: GemmConfig,
-    num_groups: int,
+    num_active: int,
     tokens: int,
-    operands: Operands,
+    shape: tuple[int, int],
     groups: GroupsOfTokens,
     sms: Sms,
 ) -> bool:
-    """Whether clusters walk over several tiles, if `num_groups` have about `tokens` tokens each."""
-    n = operands.b.shape[-2]
-    num_tiles = num_groups * config.token_tiles(tokens) * config.weight_tiles(n)
-    return num_tiles > num_clusters(config, most_token_tiles(config, groups, operands), n, sms)
+    """Whether clusters walk over several tiles, if `num_active` groups have about `tokens` tokens.
+
+    shape: [M, N] of d.
+    """
+    m, n = shape
+    num_tiles = num_active * config.token_tiles(tokens) * config.weight_tiles(n)
+    return num_tiles > num_clusters(config, most_token_tiles(config, groups, m), n, sms)
 
 
 def band(config: GemmConfig, m: int, k: int) -> int:

@@ -1,11 +1,11 @@
-"""Launch `tile_counter.cu`: a counter at zero, from which clusters of a grouped GEMM take tiles."""
+"""Describe `tile_counter.cu`: a counter at zero, from which clusters of a GEMM take tiles."""
 
 from pathlib import Path
 
-from ..jit import Kernel, Launch, Source, current_driver, pointers, struct_of
+from ..jit import Kernel
+from ..program import Place, Record
 
 SOURCE = Path(__file__).with_name("tile_counter.cu")
-Arguments = struct_of(SOURCE)
 COUNTER_BYTES = 4
 _THREADS = 32
 
@@ -14,17 +14,9 @@ def kernel_of() -> Kernel:
     return Kernel(SOURCE, f"tile_counter_kernel<{_THREADS}>")
 
 
-def prepare_tile_counter(device_index: int, counter: Source, *, programmatic: bool) -> Launch:
-    """A launch that zeroes the counter, an int.
+def describe_tile_counter(r: Record, counter: Place, *, programmatic: bool) -> None:
+    """One step that zeroes the counter, an int.
 
-    programmatic: it may be launched before the stream's previous kernel ends; it writes after that
-        end.
+    programmatic: it may start before the stream's previous kernel ends; it writes after that end.
     """
-    return Launch(
-        current_driver().load(kernel_of(), device_index),
-        1,
-        _THREADS,
-        (Arguments(),),
-        pointers(Arguments, counter=counter),
-        programmatic=programmatic,
-    )
+    r.step(kernel_of(), 1, _THREADS, {"counter": counter}, programmatic=programmatic)

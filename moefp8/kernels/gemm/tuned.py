@@ -17,7 +17,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..jit import read_beside_kernels, source_digest, write_beside_kernels
+from ..jit import (
+    ARCHITECTURE,
+    current_driver,
+    read_beside_kernels,
+    source_digest,
+    write_beside_kernels,
+)
+from ..program import Target
 from . import heuristic
 from .config import GemmConfig
 from .launch import SOURCE, Sms, busy_sms
@@ -102,6 +109,12 @@ def config_source_of(device_index: int) -> ConfigSource:
     if num_sms < all_sms:
         return ConfigSource(num_sms, all_sms)
     return ConfigSource(num_sms, all_sms, measured(device_index))
+
+
+def target_of(device_index: int) -> Target:
+    """A GPU of this machine, with the configs that hold for it now."""
+    num_sms = current_driver().num_sms(device_index)
+    return Target(ARCHITECTURE, num_sms, config_source_of(device_index))
 
 
 # ---- The file ----

@@ -10,17 +10,19 @@ from .cubin import Cubin, JitError
 from .driver import Driver, Function, current_driver, using
 from .graph import LaunchGraph
 from .kernel import (
+    ARCHITECTURE,
     Kernel,
     compile_kernel,
     compile_kernels,
     compiler_description,
     keep_kernels,
 )
-from .launch import Launch, Pointer, Source, pointers
+from .launch import Launch, Pointer, Source
 from .source import source_digest
 from .tma import MAP_BYTES, Box, TensorMaps, join_maps, tensor_map
 
 __all__ = [
+    "ARCHITECTURE",
     "MAP_BYTES",
     "Box",
     "Cubin",
@@ -41,7 +43,6 @@ __all__ = [
     "current_driver",
     "join_maps",
     "keep_kernels",
-    "pointers",
     "max_cache_bytes",
     "offset_of",
     "read_beside_kernels",

@@ -12,7 +12,6 @@ from functools import lru_cache
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from .abi import offset_of
 from .cubin import JitError
 from .driver import Function, current_driver
 from .fields import fields
@@ -60,7 +59,7 @@ _LONG = 16  # addresses that are worth a copy of their own
 
 
 class Source(NamedTuple):
-    """`plus` bytes behind one of the addresses that a call is given; `which`, counted from 0."""
+    """`plus` bytes after one of the addresses that a call gives; `which`, counted from 0."""
 
     which: int
     plus: int = 0
@@ -76,17 +75,6 @@ class Pointer(NamedTuple):
     argument: int
     offset: int
     source: Source
-
-
-def pointers(
-    struct: type[Structure], argument: int = 0, at: int = 0, **sources: Source | None
-) -> list[Pointer]:
-    """Fields of a structure that lies `at` bytes into an argument, by name; None: no address."""
-    return [
-        Pointer(argument, at + offset_of(struct, name), source)
-        for name, source in sources.items()
-        if source is not None
-    ]
 
 
 def _split_runs(places: list[_Place]) -> tuple[list[_Place], list[_Run]]:

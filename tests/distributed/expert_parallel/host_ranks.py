@@ -18,11 +18,11 @@ from moefp8.distributed.expert_parallel.peer_memory import (
     PeerMemory,
     Received,
 )
-from moefp8.distributed.expert_parallel.peers_launch import CombineAndGiveBack, Place, Sizes
-from moefp8.kernels.jit import Source
-from moefp8.routing.combine_launch import CombineSources
+from moefp8.distributed.expert_parallel.peers_launch import CombineAndGiveBack, Member, Sizes
+from moefp8.kernels.program import Place, Word, layouts
 from tests import naive
 from tests.distributed.expert_parallel.peers_cases import GUARD, HostMemories
+from tests.records import run
 
 BF16 = torch.bfloat16
 SIGNATURE = 2**32 - 6
@@ -82,8 +82,8 @@ class Host:
     def signature(self) -> int:
         return self.turn % 2**32
 
-    def place(self, rank: int) -> Place:
-        return Place(rank, self.num_ranks, 10**6)
+    def member(self, rank: int) -> Member:
+        return Member(rank, self.num_ranks, 10**6)
 
     def memory(self, rank: int) -> PeerMemory:
         return self.memories.of[rank]
@@ -165,7 +165,7 @@ class Host:
 
         def launch(rank: int) -> None:
             given = x[rank], ids[rank], None if scores is None else scores[rank], min_amax
-            of = self.memory(rank), self.place(rank), case.sizes, received, self.turn
+            of = self.memory(rank), self.member(rank), case.sizes, received, self.turn
             peers_launch.push(*of, *given)
             for which, begin, end in padding:  # it may hold anything
                 here = slice(GUARD + begin, GUARD + end)
@@ -201,7 +201,7 @@ class Host:
 
         def launch(rank: int, out: Any, out_of_choices: Any) -> None:
             scores = None if of_choices is None else of_choices[rank]
-            of = self.memory(rank), self.place(rank), self.case.sizes, self.turn
+            of = self.memory(rank), self.member(rank), self.case.sizes, self.turn
             peers_launch.give_back(*of, y[rank], ids[rank], scores, out, out_of_choices)
 
         self._return(y, of_choices, launch)
@@ -225,26 +225,21 @@ class Host:
             rows.append(naive.combine(z[:, :h], maps.tolist(), of_slots))
 
         def launch(rank: int, out: Any, out_of_choices: Any) -> None:
-            memory, has_choices = self.memory(rank), of_choices is not None
+            memory = self.memory(rank)
             both = torch.empty(len(out) * (2 * h + 4 * top_k) + 16, dtype=torch.uint8)
             both = both[-both.data_ptr() % 16 :]
             places = len(out), memory.returning_at, memory.state.data_ptr()
-            made = CombineAndGiveBack(self.place(rank), self.case.sizes, *places).prepare(
-                weights[rank],
-                h,
-                y_row_pitch=y[rank].stride(0),
-                is_aligned=True,
-                sources=CombineSources(
-                    *map(Source, range(4)),
-                    of_choices=Source(5) if has_choices else None,
-                    word=Source(4),
-                ),
-                programmatic=True,
-            )
-            given = [x.data_ptr() for x in (y[rank], token_to_row[rank], weights[rank], both)]
-            choices = [] if of_choices is None else [of_choices[rank].data_ptr()]
-            made.on(-1, (*given, self.turn, *choices))
+            made = CombineAndGiveBack(self.member(rank), self.case.sizes, *places)
             end = len(out) * 2 * h
+            combine(
+                made,
+                y[rank],
+                token_to_row[rank],
+                weights[rank],
+                both[:end].view(BF16).view(len(out), h),
+                self.turn,
+                None if of_choices is None else of_choices[rank],
+            )
             out.copy_(both[:end].view(BF16).view_as(out))
             if of_choices is not None:
                 found = both[end : end + len(out) * 4 * top_k]
@@ -312,6 +307,30 @@ class Host:
             for other in sorted(reached):
                 total[token] += of_slots[other][rank * self.case.sizes.max_tokens + token].float()
         return total
+
+
+def combine(
+    made: CombineAndGiveBack,
+    y: torch.Tensor,
+    token_to_row: torch.Tensor,
+    weights: torch.Tensor,
+    out: torch.Tensor,
+    turn: int,
+    grad_weights: torch.Tensor | None = None,
+) -> None:
+    """Launch what `made` describes."""
+    tensors = layouts(y=y, weights=weights, out=out)
+    maps, word = Place("token_to_row"), Word("turn")
+    grads = None if grad_weights is None else Place("grad_weights")
+    run(
+        lambda r: made.describe(r, token_to_row=maps, **tensors, grad_weights=grads, word=word),
+        y=y,
+        token_to_row=token_to_row,
+        weights=weights,
+        out=out,
+        turn=turn,
+        grad_weights=grad_weights,
+    )
 
 
 def placed_at_16(x: torch.Tensor) -> torch.Tensor:

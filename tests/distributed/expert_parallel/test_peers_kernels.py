@@ -18,8 +18,8 @@ from moefp8.distributed.expert_parallel.peer_memory import (
 from moefp8.distributed.expert_parallel.peers_launch import (
     COMBINE_AND_GIVE_BACK,
     CombineAndGiveBack,
+    Member,
     Order,
-    Place,
     Sizes,
     give_back_kernel_of,
     order_of,
@@ -27,9 +27,9 @@ from moefp8.distributed.expert_parallel.peers_launch import (
     push_rows_kernel_of,
 )
 from moefp8.kernels import E4M3, jit, num_blocks
-from moefp8.kernels.jit import Source, compile_kernels
+from moefp8.kernels.jit import compile_kernels
+from moefp8.kernels.program import Place, Word, layouts
 from moefp8.routing import combine_launch
-from moefp8.routing.combine_launch import CombineSources
 from moefp8.testing import sizes
 from tests.distributed.expert_parallel.peers_cases import (
     GIVE_BACK,
@@ -40,6 +40,7 @@ from tests.distributed.expert_parallel.peers_cases import (
     placed,
 )
 from tests.fakes.emulator import FakeDriver
+from tests.records import launches_of
 from tests.routing.cases import DTYPES
 
 FLAGS = True, False
@@ -124,7 +125,7 @@ def gpu():
         yield driver
 
 
-PLACE = Place(1, 2, 10**9)
+MEMBER = Member(1, 2, 10**9)
 
 
 def push(x: torch.Tensor, top_k: int = 2, min_amax: float | None = None, most: int = 0) -> None:
@@ -134,7 +135,7 @@ def push(x: torch.Tensor, top_k: int = 2, min_amax: float | None = None, most: i
     received = Received.of(2 * of.max_tokens, h * word, h, top_k)
     memory, ids = HostMemories(2, received.size, 0).of[1], torch.zeros(num_tokens, top_k).long()
     scores = torch.zeros(num_tokens, top_k)
-    peers_launch.push(memory, PLACE, of, received, 5, x, ids, scores, min_amax)
+    peers_launch.push(memory, MEMBER, of, received, 5, x, ids, scores, min_amax)
 
 
 # H, pitch and offset in elements of 2 bytes -> (codes are vectorized, bytes of a unit of rows)
@@ -219,7 +220,7 @@ def test_results_go_back_by_items(gpu, most, h, offset, unit):
     memory, ids = HostMemories(2, 0, back.size).of[1], torch.zeros(2 * most, 2).int()
     y = placed(2 * most, h, torch.bfloat16, h, offset)
     out = torch.empty(most, h, dtype=torch.bfloat16)
-    peers_launch.give_back(memory, PLACE, of, 5, y, ids, None, out, None)
+    peers_launch.give_back(memory, MEMBER, of, 5, y, ids, None, out, None)
     (one,) = gpu.launched
     grid = grid_of(one.arguments.order, 30)  # three of each SM
     assert (one.kernel, one.grid, one.block) == (give_back_kernel_of(unit), grid, 288)
@@ -228,11 +229,21 @@ def test_results_go_back_by_items(gpu, most, h, offset, unit):
 
 @pytest.mark.parametrize(("most", "h"), [(3, 8), (64, 256), (4000, 256)])
 def test_sums_go_back_by_units_of_eight_columns(gpu, most, h):
-    combine = CombineAndGiveBack(PLACE, Sizes(most, 3, 8, h), 2, 8192, 80)
-    weights = torch.zeros(2 * most, 3)
-    sources = CombineSources(*map(Source, range(4)), word=Source(4))
-    launch = combine.prepare(
-        weights, h, y_row_pitch=h + 8, is_aligned=True, sources=sources, programmatic=True
+    combine = CombineAndGiveBack(MEMBER, Sizes(most, 3, 8, h), 2, 8192, 80)
+    tensors = {
+        "y": torch.zeros(1, h + 8, dtype=torch.bfloat16)[:, :h],
+        "weights": torch.zeros(2 * most, 3),
+        "out": torch.zeros(2, h, dtype=torch.bfloat16),
+    }
+    (launch,) = launches_of(
+        lambda r: combine.describe(
+            r,
+            token_to_row=Place("token_to_row"),
+            **layouts(**tensors),
+            grad_weights=None,
+            word=Word("turn"),
+        ),
+        ("y", "token_to_row", "weights", "out", "turn"),
     )
     launch.on(-1, (16, 32, 48, 64, 2**40 + 5))
     (made,) = gpu.launched
@@ -257,9 +268,9 @@ def test_chunks_hold_all_tokens_on_every_rank(num_ranks, most, units, ctas):
     """Whatever moves a rank's rows, chunks are the same; and every piece is in one item."""
     orders = []
     for columns in (8, 1):
-        place, of = Place(0, num_ranks, 1), Sizes(most, 1, 8, units * 8)
+        member, of = Member(0, num_ranks, 1), Sizes(most, 1, 8, units * 8)
         of_row = -(-units * 8 // columns // 32)
-        orders.append(order_of(place, of, of_row, ctas * columns))
+        orders.append(order_of(member, of, of_row, ctas * columns))
         order = orders[-1]
         assert 1 <= order.num_chunks <= MAX_CHUNKS
         assert (order.num_chunks - 1) * order.num_tokens < most
@@ -273,12 +284,12 @@ def test_chunks_hold_all_tokens_on_every_rank(num_ranks, most, units, ctas):
 
 def test_what_stands_for_combine_is_part_of_a_key():
     """A launch is kept by it."""
-    one = CombineAndGiveBack(Place(0, 2, 10), Sizes(3, 2, 8, 16), 3, 512, 80)
-    same = CombineAndGiveBack(Place(0, 2, 10), Sizes(3, 2, 8, 16), 3, 512, 80)
+    one = CombineAndGiveBack(Member(0, 2, 10), Sizes(3, 2, 8, 16), 3, 512, 80)
+    same = CombineAndGiveBack(Member(0, 2, 10), Sizes(3, 2, 8, 16), 3, 512, 80)
     assert one == same
     assert hash(one) == hash(same)
     for other in (
-        one._replace(place=Place(1, 2, 10)),
+        one._replace(member=Member(1, 2, 10)),
         one._replace(sizes=Sizes(4, 2, 8, 16)),
         one._replace(num_tokens=2),
         one._replace(returning_at=1024),

@@ -205,15 +205,15 @@ def test_what_is_wrong_is_written_down(word, told, error):
         host.push(tokens_of(case), ids_of(case), scores_of(case), 1e-4)
         host.words(0)[1, 1] = 1 << 32 | SIGNATURE
     host.words(0)[word, 1] = told
-    place, memory = host.place(0), host.memory(0)
+    member, memory = host.member(0), host.memory(0)
     if word == 0:
         given = tokens_of(case)[0], ids_of(case)[0], scores_of(case)[0], 1e-4
-        peers_launch.push(memory, place, case.sizes, host.received, SIGNATURE, *given)
+        peers_launch.push(memory, member, case.sizes, host.received, SIGNATURE, *given)
     else:
         y, of_choices = (z[0] for z in results_of(case))
         out = torch.empty(case.tokens[0], case.hidden_size, dtype=BF16)
         sums = out, torch.empty(case.tokens[0], case.top_k)
         given = y, host.slot_ids(0).clone(), of_choices, *sums
-        peers_launch.give_back(memory, place, case.sizes, SIGNATURE, *given)
+        peers_launch.give_back(memory, member, case.sizes, SIGNATURE, *given)
     assert memory.error.tolist() == error
     assert host.words(1)[word, 0].item() == 1 << 32 | SIGNATURE

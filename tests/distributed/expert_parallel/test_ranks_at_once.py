@@ -19,18 +19,16 @@ from moefp8.distributed.expert_parallel.peer_memory import MAX_RANKS, GivenBack,
 from moefp8.distributed.expert_parallel.peers_launch import (
     COMBINE_AND_GIVE_BACK,
     CombineAndGiveBack,
-    Place,
+    Member,
     Sizes,
     give_back_kernel_of,
     push_codes_kernel_of,
     push_rows_kernel_of,
 )
 from moefp8.kernels import jit
-from moefp8.kernels.jit import Source
-from moefp8.routing.combine_launch import CombineSources
 from tests import naive
 from tests.distributed.expert_parallel import peers_cases
-from tests.distributed.expert_parallel.host_ranks import BF16, ranks_of
+from tests.distributed.expert_parallel.host_ranks import BF16, combine, ranks_of
 from tests.distributed.expert_parallel.peers_cases import HostMemories, Recording, build
 from tests.distributed.ranks import PATIENCE_S
 from tests.fakes.emulator import FakeDriver
@@ -101,18 +99,19 @@ def test_ranks_wait_for_each_other_alone(gpus, num_ranks, combines):
                 rows = torch.randint(num_slots, own.shape)
                 maps[rank, begin:end] = torch.where(is_here, rows, -1).int()
         for rank, memory in enumerate(memories):
-            place, at = Place(rank, num_ranks, NEVER), memory.receiving_at
+            member, at = Member(rank, num_ranks, NEVER), memory.receiving_at
             given = x[rank], ids[rank], scores[rank], 1e-4
-            pushed = recorded(peers_launch.push, memory, place, of, received, number, *given)
+            pushed = recorded(peers_launch.push, memory, member, of, received, number, *given)
             out = torch.empty(call[rank], H, dtype=BF16)
             slot_ids = memory.view(at + received.ids, (num_slots, K), torch.int32)
             slot_scores = memory.view(at + received.scores, (num_slots, K), torch.float32)
             if combines:
-                back = y[rank], maps[rank], slot_scores, out
-                given_back = recorded(combine, place, of, memory, number, *back)
+                areas = call[rank], memory.returning_at, memory.state.data_ptr()
+                back = y[rank], maps[rank], slot_scores, out, number
+                given_back = recorded(combine, CombineAndGiveBack(member, of, *areas), *back)
             else:
                 back = y[rank], slot_ids, None, out, None
-                given_back = recorded(peers_launch.give_back, memory, place, of, number, *back)
+                given_back = recorded(peers_launch.give_back, memory, member, of, number, *back)
             launches[rank] += [pushed, given_back]
             parts = []
             for r in range(num_ranks):
@@ -131,24 +130,6 @@ def test_ranks_wait_for_each_other_alone(gpus, num_ranks, combines):
     assert all(memory.error.tolist() == [0] * 4 for memory in memories)
     for number, (came, expected) in enumerate(zip(results, wanted, strict=True)):
         assert torch.equal(came, expected), divmod(number, num_ranks)
-
-
-def combine(
-    place: Place,
-    of: Sizes,
-    memory: Any,
-    turn: int,
-    y: torch.Tensor,
-    token_to_row: torch.Tensor,
-    weights: torch.Tensor,
-    out: torch.Tensor,
-) -> None:
-    places = len(out), memory.returning_at, memory.state.data_ptr()
-    sources = CombineSources(*map(Source, range(4)), word=Source(4))
-    launch = CombineAndGiveBack(place, of, *places).prepare(
-        weights, H, y_row_pitch=H, is_aligned=True, sources=sources, programmatic=True
-    )
-    launch.on(-1, (*(x.data_ptr() for x in (y, token_to_row, weights, out)), turn))
 
 
 # ---- Turns ----
@@ -182,7 +163,7 @@ class Turn:
         self.ids = torch.tensor([[0, E - 1, E]]).expand(num_tokens, K).contiguous()
         self.scores, self.width = torch.rand(num_tokens, K), width
         self.kept: list[Any] = []  # what launches read
-        self.place = [Place(rank, num_ranks, NEVER) for rank in range(num_ranks)]
+        self.members = [Member(rank, num_ranks, NEVER) for rank in range(num_ranks)]
         self.pushes = [self._push(rank, min_amax) for rank in range(num_ranks)]
         self.rows = torch.cat([x.view(torch.uint8) for x in self.x])
         if min_amax is not None:
@@ -190,7 +171,7 @@ class Turn:
 
     def _push(self, rank: int, min_amax: float | None) -> Any:
         given = self.x[rank], self.ids, self.scores, min_amax
-        of = self.memories[rank], self.place[rank], self.sizes, self.received, self.number
+        of = self.memories[rank], self.members[rank], self.sizes, self.received, self.number
         return recorded(peers_launch.push, *of, *given)
 
     def came(self, rank: int) -> torch.Tensor:
@@ -201,12 +182,12 @@ class Turn:
 
     def give_back(self, rank: int, deadline_ns: int = NEVER) -> tuple[Any, torch.Tensor]:
         """The launch, whose rows are ones, and its sums."""
-        place = self.place[rank]._replace(deadline_ns=deadline_ns)
+        member = self.members[rank]._replace(deadline_ns=deadline_ns)
         y = torch.ones(len(self.rows), H, dtype=BF16)
         out = torch.full((self.num_tokens, H), -1.0, dtype=BF16)
         ids = self.ids.int().repeat(len(self.memories), 1)
         self.kept.append((y, ids, out))
-        of = self.memories[rank], place, self.sizes, self.number
+        of = self.memories[rank], member, self.sizes, self.number
         return recorded(peers_launch.give_back, *of, y, ids, None, out, None), out
 
 

@@ -9,9 +9,9 @@ import gc
 import pytest
 import torch
 
-from moefp8.functional import experts_backward_launch, experts_launch, workspace
+from moefp8.functional import expert_parts, experts_launch, workspace
 from moefp8.functional.expert_configs import Sizes
-from moefp8.functional.workspace import BackwardWorkspace, Workspace
+from moefp8.functional.workspace import backward_bytes, forward_bytes
 from moefp8.kernels import set_num_sms
 from moefp8.testing import assert_matches_reference
 from tests.functional.cases import (
@@ -260,8 +260,7 @@ def test_who_takes_which_tile_changes_no_bit(family, monkeypatch):
     made = [case(200, 1664, 2, weights) for _ in range(3)]  # in turns: what is left is wrong
     expected: list = []
     for take in (False, True):
-        for launcher in (experts_launch, experts_backward_launch):
-            monkeypatch.setattr(launcher, "takes_tiles", lambda *_, take=take: take)
+        monkeypatch.setattr(expert_parts, "takes_tiles", lambda *_, take=take: take)
         with choosing(down, gate_up):
             for limit in (2, 5, 16, None):
                 set_num_sms(limit)
@@ -300,7 +299,7 @@ def test_parts_equal_the_whole(layer, monkeypatch, new_driver, fp8):
     made = case(777, H, K, layer, "out of range")
     _, expected = both(made, fp8)
     sizes = Sizes(777, K, E, H, I, False)
-    size = max(Workspace.of(sizes).size, BackwardWorkspace.of(sizes).size)
+    size = max(forward_bytes(sizes), backward_bytes(sizes))
     for parts in (2, 5, 40, 10_000):
         monkeypatch.setattr(workspace, "MAX_WORKSPACE_BYTES", size // parts)
         new_driver.prepared().clear()
@@ -391,7 +390,7 @@ def test_memory_is_given_back(layer):
     assert torch.cuda.memory_allocated() == before
     torch.cuda.reset_peak_memory_stats()
     found = backward(made, gate_up, keeps=False)
-    size = BackwardWorkspace.of(Sizes(500, K, E, H, I, False)).size
+    size = backward_bytes(Sizes(500, K, E, H, I, False))
     size += sum(x.numel() for x in (layer.gate_up_proj, layer.down_proj))  # transposed
     results = sum(x.nbytes for x in found)
     assert torch.cuda.max_memory_allocated() - before <= size + results + (4 << 20)

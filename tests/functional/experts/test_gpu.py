@@ -7,9 +7,9 @@ import torch
 
 import moefp8
 from moefp8 import GroupedExperts
-from moefp8.functional import experts_launch, workspace
+from moefp8.functional import expert_parts, workspace
 from moefp8.functional.expert_configs import Sizes
-from moefp8.functional.workspace import Workspace
+from moefp8.functional.workspace import forward_bytes
 from moefp8.kernels import set_num_sms
 from tests.functional.cases import (
     EXPERTS_FAMILIES,
@@ -219,7 +219,7 @@ def test_who_takes_which_tile_changes_no_bit(family, monkeypatch):
     made = [inputs(200, 2, 6, 1664) for _ in range(3)]  # in turns: what is left is wrong
     expected: list[torch.Tensor] = []
     for take in (False, True):
-        monkeypatch.setattr(experts_launch, "takes_tiles", lambda *_, take=take: take)
+        monkeypatch.setattr(expert_parts, "takes_tiles", lambda *_, take=take: take)
         with choosing(down, gate_up):
             for limit in (2, 5, 16, None):
                 set_num_sms(limit)
@@ -254,7 +254,7 @@ def test_masked_equals_contiguous(layer, num_tokens):
 def test_parts_equal_the_whole(layer, monkeypatch, new_driver, masked):
     arguments = inputs(777, kind="out of range")
     expected = run(*arguments, layer, None, masked)
-    size = Workspace.of(Sizes(777, K, E, H, I, masked)).size
+    size = forward_bytes(Sizes(777, K, E, H, I, masked))
     for parts in (2, 5, 40):
         monkeypatch.setattr(workspace, "MAX_WORKSPACE_BYTES", size // parts)
         new_driver.prepared().clear()
@@ -281,7 +281,7 @@ def test_an_addend_is_added_as_it_would_be_behind(
             added = run(*arguments, addend=place)
         assert torch.equal(added, y + addend)
         assert torch.equal(run(*arguments), y)
-    size = Workspace.of(Sizes(num_tokens, K, E, h, i, masked)).size
+    size = forward_bytes(Sizes(num_tokens, K, E, h, i, masked))
     for parts in (2, 5):
         monkeypatch.setattr(workspace, "MAX_WORKSPACE_BYTES", size // parts)
         new_driver.prepared().clear()

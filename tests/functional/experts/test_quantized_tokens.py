@@ -7,7 +7,7 @@ from moefp8.functional import workspace
 from moefp8.functional.expert_configs import Sizes
 from moefp8.functional.experts import ExpertsInputs, experts, experts_saving
 from moefp8.functional.experts_backward import experts_backward, routed_experts
-from moefp8.functional.workspace import Workspace
+from moefp8.functional.workspace import forward_bytes
 from moefp8.kernels import E4M3
 from moefp8.routing import dispatch_launch
 from tests.functional.cases import tokens_of, weights_of
@@ -122,7 +122,7 @@ def test_codes_and_scales_may_lie_anywhere(gpu, h):
 def test_many_codes_go_in_parts(gpu, monkeypatch, masked, num_tokens, scale_place):
     made = case_of((num_tokens, 2, 4, 144, 272), "repeated")
     codes, addend = Codes(scale_place=SCALE_PLACES[scale_place]), tokens_of(num_tokens, 144)
-    size = Workspace.of(Sizes(num_tokens, 2, 4, 144, 272, masked)).size
+    size = forward_bytes(Sizes(num_tokens, 2, 4, 144, 272, masked))
     for parts in (2, 5):
         monkeypatch.setattr(workspace, "MAX_WORKSPACE_BYTES", size // parts)
         gpu.prepared().clear()

@@ -5,7 +5,7 @@ import torch
 
 from moefp8.functional import workspace
 from moefp8.functional.expert_configs import Sizes
-from moefp8.functional.workspace import Workspace
+from moefp8.functional.workspace import forward_bytes
 from tests.functional.cases import tokens_of
 from tests.functional.experts.backward_cases import Case, case
 from tests.functional.experts.quantized_cases import (
@@ -90,7 +90,7 @@ def test_codes_and_scales_may_lie_anywhere(num_tokens, h):
 def test_parts_equal_the_whole(layer, monkeypatch, new_driver, masked):
     made = case(777, H, K, layer, "out of range")
     expected, gradients = forward(made, Floats(), masked), backward(made, Floats())
-    size = Workspace.of(Sizes(777, K, E, H, I, masked)).size
+    size = forward_bytes(Sizes(777, K, E, H, I, masked))
     for parts in (2, 5, 40):
         monkeypatch.setattr(workspace, "MAX_WORKSPACE_BYTES", size // parts)
         new_driver.prepared().clear()

@@ -8,7 +8,7 @@ import torch
 
 from moefp8 import GroupedExperts
 from moefp8.functional.expert_configs import Sizes
-from moefp8.functional.workspace import Workspace
+from moefp8.functional.workspace import forward_bytes
 from moefp8.testing import assert_matches_reference
 from tests.functional.cases import Weights, body, run, weights_of
 from tests.functional.gpu_cases import E, H, I, K, inputs
@@ -159,7 +159,7 @@ def test_memory_is_given_back(layer):
     assert torch.cuda.memory_allocated() == before
     torch.cuda.reset_peak_memory_stats()
     y = run(*arguments, layer)
-    size = Workspace.of(Sizes(500, K, E, H, I, False)).size
+    size = forward_bytes(Sizes(500, K, E, H, I, False))
     assert torch.cuda.max_memory_allocated() - before <= size + y.numel() * 2 + (4 << 20)
 
 

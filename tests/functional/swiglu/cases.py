@@ -5,16 +5,13 @@ from typing import NamedTuple
 import torch
 
 from moefp8.functional.swiglu import empty_gate_up
-from moefp8.functional.swiglu_backward_launch import (
-    SwigluBackwardSources,
-    prepare_swiglu_backward,
-)
+from moefp8.functional.swiglu_backward_launch import describe_swiglu_backward
 from moefp8.kernels import BLOCK, empty_tma_aligned, num_blocks, round_up
 from moefp8.kernels.common.blocks import E4M3, MIN_GRADIENT_AMAX
-from moefp8.kernels.jit import Source
+from moefp8.kernels.program import Codes, Place, Record, layouts
 from moefp8.quant import BlockScaled, dequantize
 from moefp8.quant.numerics import quantize_1x128, quantize_128x128
-from tests import naive
+from tests import naive, records
 from tests.routing.cases import POISON, ids_of, plan_of, poisoned
 
 # Name -> T, k, I, whether rows have choices of their own, and what `ids_of` knows.
@@ -103,27 +100,23 @@ def run(made: Made) -> Found:
         poisoned((2 * num_blocks(size), pitch), torch.float32, device),
         *(poisoned((num_choices + 8,), torch.float32, device) for _ in range(2)),
     )
-    has_choices = made.weights is not None
-    of_choices = map(Source, range(5, 9)) if has_choices else (None,) * 4
-    sources = SwigluBackwardSources(
-        Source(0),
-        Source(1),
-        None if made.saved_scales is None else Source(2),
-        *map(Source, range(3, 5)),
-        *of_choices,
-    )
-    launch = prepare_swiglu_backward(
-        made.saved,
-        made.saved_scales,
-        made.weights,
-        made.limit,
-        grad_row_pitch=made.grad.stride(0),
-        scale_pitch=pitch,
-        sources=sources,
-    )
-    tensors = (*made[:3], *found[:2], *made[3:5], *found[2:])
-    addresses = tuple(0 if x is None else x.data_ptr() for x in tensors)
-    launch.on(made.grad.get_device(), addresses)
+    grad, saved, saved_scales, token_to_row, weights, limit = made
+    inputs = {"grad": grad, "saved": saved, "saved_scales": saved_scales, "weights": weights}
+    of_choices = {}
+    if token_to_row is not None:
+        of_choices = {"token_to_row": token_to_row, "grad_weights": found.of_weights}
+        of_choices["is_first"] = found.is_first
+
+    def describe(r: Record) -> None:
+        describe_swiglu_backward(
+            r,
+            **layouts(**inputs),
+            rows=Codes.of(found.rows, found.row_scales.T, "rows"),
+            limit=limit,
+            **{name: Place(name) for name in of_choices},
+        )
+
+    records.run(describe, **inputs, **of_choices, rows=found.rows, rows_scales=found.row_scales)
     return found
 
 

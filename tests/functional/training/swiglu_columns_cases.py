@@ -12,16 +12,13 @@ from moefp8.functional.training.swiglu_columns import (
     SwigluColumnsGradients,
     SwigluColumnsInputs,
 )
-from moefp8.functional.training.swiglu_columns_launch import (
-    SwigluColumnsSources,
-    prepare_swiglu_columns,
-)
+from moefp8.functional.training.swiglu_columns_launch import describe_swiglu_columns
 from moefp8.kernels import BLOCK, num_blocks, round_up, tma_aligned
-from moefp8.kernels.jit import Source
+from moefp8.kernels.program import Codes, Place, Record, layouts
 from moefp8.quant import BlockScaled, dequantize
 from moefp8.quant.columns import num_column_blocks
 from moefp8.quant.numerics import quantize_1x128
-from tests import naive
+from tests import naive, records
 from tests.functional.swiglu.cases import (
     check_quantized,
     differentiated,
@@ -145,34 +142,9 @@ def run(made: SwigluColumnsInputs) -> SwigluColumnsGradients:
     )
     sizes = (*sizes, (num_blocks(size) * num_rows, torch.float32))  # partial sums
     buffers = [poisoned((n + 16,), dtype, device) for n, dtype in sizes]
-    *buffers, partial_sums = buffers
-    sources = list(map(Source, range(16)))
-    launches = prepare_swiglu_columns(
-        saved,
-        scales,
-        weights,
-        len(offsets) - 1,
-        math.inf if limit is None else limit,
-        grad_row_pitch=grad.stride(0),
-        scale_pitch=pitch,
-        sources=SwigluColumnsSources(
-            *sources[:2], None if scales is None else sources[2], *sources[3:]
-        ),
-        blocks=has_blocks,
-    )
-    weight_of_row = torch.zeros(num_rows, device=device)
-    memory = (*buffers, weight_of_row, partial_sums)
-    tensors = (grad, saved, scales, offsets, token_to_row, weights, *memory)
-    addresses = tuple(0 if x is None else x.data_ptr() for x in tensors)
-    for launch in launches:
-        launch.on(grad.get_device(), addresses)
-    filled = [
-        (buffer[:n], buffer[n:])
-        for buffer, (n, _) in zip((*buffers, partial_sums), sizes, strict=True)
-    ]
-    assert all((behind.view(torch.uint8) == POISON).all() for _, behind in filled)
-    (rows, row_scales, *columns, of_weights, is_first), _ = zip(*filled[:-1], strict=True)
-    return SwigluColumnsGradients(
+    filled = [buffer[:n] for buffer, (n, _) in zip(buffers, sizes, strict=True)]
+    rows, row_scales, *columns, of_weights, is_first, partial_sums = filled
+    found = SwigluColumnsGradients(
         rows.view(num_rows, -1),
         row_scales.view(-1, pitch)[:, :num_rows].T,
         columns[0].view(blocks, 2 * size, BLOCK),
@@ -182,6 +154,35 @@ def run(made: SwigluColumnsInputs) -> SwigluColumnsGradients:
         of_weights.view(token_to_row.shape),
         is_first.view(token_to_row.shape),
     )
+    inputs = {"grad": grad, "saved": saved, "saved_scales": scales, "weights": weights}
+    names = "rows", "gate_up_columns", "activated_columns"
+    pairs = {name: found[2 * i : 2 * i + 2] for i, name in enumerate(names)}
+    others = {
+        "expert_offsets": offsets,
+        "token_to_row": token_to_row,
+        "grad_weights": of_weights,
+        "is_first": is_first,
+        "weight_of_row": torch.zeros(num_rows, device=device),
+        "partial_sums": partial_sums,
+    }
+
+    def describe(r: Record) -> None:
+        describe_swiglu_columns(
+            r,
+            **layouts(**inputs),
+            **{name: Place(name) for name in others},
+            **{name: Codes.of(*pair, name) for name, pair in pairs.items()},
+            num_experts=len(offsets) - 1,
+            limit=math.inf if limit is None else limit,
+            blocks=has_blocks,
+        )
+
+    codes = {name: data for name, (data, _) in pairs.items()}
+    codes |= {f"{name}_scales": scale_inv for name, (_, scale_inv) in pairs.items()}
+    records.run(describe, **inputs, **codes, **others)
+    for buffer, (n, _) in zip(buffers, sizes, strict=True):
+        assert (buffer[n:].view(torch.uint8) == POISON).all()
+    return found
 
 
 class Block(NamedTuple):

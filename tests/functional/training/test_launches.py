@@ -9,7 +9,6 @@ from torch import nn
 import moefp8
 from moefp8 import FP8Linear, GroupedExperts
 from moefp8.functional import workspace
-from moefp8.functional.expert_configs import Sizes
 from moefp8.kernels import jit
 from moefp8.layers.moe import SharedExperts
 from tests.fakes.emulator import FakeDriver
@@ -101,19 +100,24 @@ def test_experts(sizes, saved_dtype, wgrad):
 
 
 @pytest.mark.parametrize("sizes", [(150, 2, 4, 256, 144), (4000, 2, 3, 136, 72)])
-def test_the_workspace_of_a_backward_is_what_parts_are_counted_by(sizes, monkeypatch):
-    """Tokens are computed in parts where it would be larger than the bound."""
+def test_tokens_are_computed_in_parts_whose_workspaces_are_within_the_bound(sizes, monkeypatch):
     num_tokens, top_k, num_experts, h, i = sizes
     module = GroupedExperts(num_experts, h, i, trainable=True)
     x = torch.randn(num_tokens, h).bfloat16()
     ids = torch.rand(num_tokens, num_experts).topk(top_k).indices
-    with jit.using(FakeDriver()) as gpu:
-        gradients_of(module, x, ids, torch.rand(num_tokens, top_k))
-        largest = max(place.nbytes for place in gpu.workspaces)
-    given = Sizes(*sizes, False)
-    for bound, num_parts in ((1.05 * largest, 1), (0.95 * largest, 2)):
-        monkeypatch.setattr(workspace, "MAX_WORKSPACE_BYTES", int(bound))
-        assert workspace.num_parts_of(given, has_backward=True, trains=True) == num_parts
+
+    def workspaces():
+        with jit.using(FakeDriver()) as gpu:
+            gradients_of(module, x, ids, torch.rand(num_tokens, top_k))
+            return [place.nbytes for place in gpu.workspaces]
+
+    whole = workspaces()
+    for share, least_parts in ((2, 1), (0.95, 2), (0.6, 2)):
+        bound = int(share * max(whole))
+        monkeypatch.setattr(workspace, "MAX_WORKSPACE_BYTES", bound)
+        found = workspaces()
+        assert max(found) <= bound
+        assert len(found) == len(whole) if least_parts == 1 else len(found) >= 2 * len(whole)
 
 
 def test_what_does_not_fit_a_linear_is_refused_before_a_launch():

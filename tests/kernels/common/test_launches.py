@@ -178,7 +178,7 @@ def test_nodes_of_equal_kernels_get_their_own_arguments(driver, num_equal, monke
             expected = weight_gradients(*inputs)
         assert all(map(torch.equal, gradients, expected))
     assert "columns" in swaps
-    assert ("graph" in driver.library.calls[-4:]) == (num_equal == 0)
+    assert "graph" in driver.library.calls[-4:] or num_equal
 
 
 @pytest.mark.parametrize("fails", ["cuGraphLaunch", "cuGraphExecKernelNodeSetParams_v2"])

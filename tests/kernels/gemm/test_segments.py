@@ -7,6 +7,7 @@ from moefp8.kernels import jit, m_grouped_fp8_gemm_nt_contiguous
 from moefp8.kernels.gemm import segments
 from moefp8.kernels.gemm.config import GroupLayout
 from moefp8.kernels.gemm.grouped import finds_segments
+from moefp8.kernels.program import Place
 from tests.fakes import cuda_on_cpu
 from tests.fakes.emulated_gemm import layout_of as layout_of_gemm
 from tests.fakes.emulated_gemm import list_of_segments
@@ -19,6 +20,7 @@ from tests.kernels.gemm.segments_cases import (
     list_of,
     random_layout,
 )
+from tests.records import run
 
 THREADS = 1024, 64, 32  # of fewer, a CTA takes more than one round for few rows
 
@@ -36,12 +38,15 @@ def found_by_the_text(functions, threads, group_of_row, num_groups) -> list[int]
     rows = torch.tensor([99, *group_of_row], dtype=torch.int32)[1:]  # at no multiple of 8 bytes
     size = segments.list_bytes(len(rows)) // 4
     written = torch.full((size + 4,), -1, dtype=torch.int32)
-    addresses = rows.data_ptr(), written.data_ptr()
-    assert addresses[1] % 16 == 0
-    shape, sources = (len(rows), num_groups), (jit.Source(0), jit.Source(1))
+    assert written.data_ptr() % 16 == 0
+    places, shape = (Place("rows"), Place("list")), (len(rows), num_groups)
     options = {"programmatic": False, "num_threads": threads}
     with jit.using(FakeDriver(library=cuda_on_cpu.OnCpu(functions))) as driver:
-        segments.prepare_segments(*shape, -1, *sources, **options).on(-1, addresses)
+        run(
+            lambda r: segments.describe_segments(r, *places, *shape, **options),
+            rows=rows,
+            list=written,
+        )
         assert len(driver.launched) == 1
     assert written[size:].tolist() == [-1] * 4
     return written[:size].tolist()

@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from moefp8.kernels import jit, m_grouped_fp8_gemm_nt_contiguous, tma_aligned
+from moefp8.kernels import m_grouped_fp8_gemm_nt_contiguous, tma_aligned
 from moefp8.kernels.gemm import segments
 from moefp8.kernels.gemm.config import GroupLayout
 from moefp8.kernels.gemm.grouped import finds_segments
+from moefp8.kernels.program import Place
 from tests.gpu import NEEDS_GPU, no_synchronisation, poison
 from tests.kernels.gemm.gpu_cases import assert_right, launch_and_compare, on_gpu, random
 from tests.kernels.gemm.grouped_cases import (
@@ -26,6 +27,7 @@ from tests.kernels.gemm.segments_cases import (
     list_of,
     random_layout,
 )
+from tests.records import launches_of
 
 pytestmark = NEEDS_GPU
 
@@ -33,11 +35,15 @@ pytestmark = NEEDS_GPU
 def find(rows: torch.Tensor, num_groups: int) -> list[int]:
     """The list that the kernel writes into poisoned memory, 20 times alike."""
     device, size = rows.get_device(), segments.list_bytes(len(rows)) // 4
-    sources = jit.Source(0), jit.Source(1)
-    run = segments.prepare_segments(len(rows), num_groups, device, *sources, programmatic=False)
+    given = Place("rows"), Place("list"), len(rows), num_groups
+    (made,) = launches_of(
+        lambda r: segments.describe_segments(r, *given, programmatic=False),
+        ("rows", "list"),
+        device,
+    )
     found = torch.full((20, size + 4), -1, dtype=torch.int32, device=rows.device)
     for one in found:
-        run.on(device, (rows.data_ptr(), one.data_ptr()))
+        made.on(device, (rows.data_ptr(), one.data_ptr()))
     assert bool((found == found[0]).all())
     assert bool((found[0, size:] == -1).all())
     return found[0, :size].tolist()

@@ -8,7 +8,6 @@ from moefp8.kernels.gemm import call, heuristic, segments, tile_counter
 from moefp8.kernels.gemm.call import takes_tiles
 from moefp8.kernels.gemm.config import GroupLayout
 from moefp8.kernels.gemm.launch import GroupsOfTokens, Sms
-from moefp8.kernels.gemm.operands import Operands
 from tests.gpu import NUM_SMS
 from tests.kernels.gemm.grouped_cases import (
     UNTOUCHED,
@@ -39,12 +38,10 @@ def test_tiles_are_taken_where_they_are_unequal_and_many(
 ):
     config = heuristic.choose_grouped_config(tokens, 10 * tokens, num_groups, n, k, NUM_SMS)
     rows = (num_groups, 10 * tokens) if layout == GroupLayout.MASKED else (1, num_groups * tokens)
-    with torch.device("meta"):
-        a, b = torch.empty(*rows, k), torch.empty(num_groups, n, k)
-        made = Operands(a, a, b, b, torch.empty(*rows, n))
-    groups, sms = GroupsOfTokens(layout, num_groups), Sms(NUM_SMS, NUM_SMS)
-    assert takes_tiles(config, tokens, made, groups, sms) == expected
-    assert not takes_tiles(config, tokens, made, groups, Sms(config.cluster, NUM_SMS))
+    groups = GroupsOfTokens(layout, None, num_groups, num_groups)
+    shape, sms = (rows[1], n, k), Sms(NUM_SMS, NUM_SMS)
+    assert takes_tiles(config, tokens, shape, groups, sms) == expected
+    assert not takes_tiles(config, tokens, shape, groups, Sms(config.cluster, NUM_SMS))
 
 
 @pytest.mark.parametrize("layout", GroupLayout)

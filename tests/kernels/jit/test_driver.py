@@ -216,7 +216,7 @@ def test_a_call_writes_its_addresses_and_nothing_else(tmp_path, fake):
         tmp_path,
         Numbers(3, 16, 1.5), both, Numbers(4, 32, 2.5),
         pointers=[
-            *jit.pointers(Numbers, data=jit.Source(1, 24)),
+            jit.Pointer(0, Numbers.data.offset, jit.Source(1, 24)),
             jit.Pointer(1, MAP_BYTES, jit.Source(0, 256)),
         ],
     )  # fmt: skip
@@ -269,7 +269,8 @@ def test_a_capture_has_a_number(fake, captures, status, expected):
 
 @pytest.mark.parametrize("fake", [True], ids=["opaque maps"], indirect=True)
 def test_after_an_address_that_is_refused_the_one_before_is_written_again(tmp_path, fake):
-    pointers = [*jit.pointers(Numbers, data=jit.Source(0)), jit.Pointer(1, 0, jit.Source(0))]
+    places = (0, Numbers.data.offset), (1, 0)
+    pointers = [jit.Pointer(*place, jit.Source(0)) for place in places]
     prepared = make_launch(tmp_path, Numbers(), make_map(), pointers=pointers)
     prepared(STREAM, (1 << 20,))
     fake.fails["cuTensorMapReplaceAddress"] = [1]

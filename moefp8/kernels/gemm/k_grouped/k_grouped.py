@@ -14,11 +14,13 @@ from ...common.checks import check_same_device, check_shape, check_tensor
 from ...common.prepared import layout_of, prepared
 from ...common.registry import Written, register_inputs
 from ...common.tma_operands import fits, fitting
-from ...jit import Launch, Source
-from ..launch import Sms, busy_sms
+from ...jit import Launch
+from ...program import Codes, Place, Record, Tensor, prepare_launch
+from ..launch import busy_sms
 from ..operands import check_sizes
+from ..tuned import target_of
 from .config import Output, choose_config
-from .launch import KGroupedOperands, KGroupedSources, prepare_k_grouped
+from .launch import describe_k_grouped
 
 _OP = "k_grouped_gemm"
 
@@ -123,7 +125,7 @@ def _body(inputs: KGroupedInputs) -> None:
         of_expert.copy_(of_expert + result if accumulates else result)
 
 
-_SOURCES = KGroupedSources(*map(Source, range(6)))
+_INPUTS = "a", "a_scales", "b", "b_scales", "d"
 
 
 def launch_k_grouped(inputs: KGroupedInputs) -> None:
@@ -147,7 +149,7 @@ def launch_k_grouped(inputs: KGroupedInputs) -> None:
     def prepare() -> Launch | None:
         check_k_grouped(inputs)
         check_sizes(_OP, d.shape[-2], d.shape[-1], BLOCK * len(inputs.a))
-        return _prepare(inputs, sms) if d.numel() and inputs.a.numel() else None
+        return _prepare(inputs) if d.numel() and inputs.a.numel() else None
 
     launch = prepared(key, prepare)
     if launch is not None:
@@ -161,23 +163,27 @@ def output_of(d: torch.Tensor, accumulates: bool) -> Output:
     return Output.of(d.dtype, accumulates)
 
 
-def _prepare(inputs: KGroupedInputs, sms: Sms) -> Launch:
-    a, d, is_grouped = inputs.a, inputs.d, inputs.expert_offsets is not None
-    if not is_grouped:
-        d = d[None]
+def _prepare(inputs: KGroupedInputs) -> Launch:
+    is_grouped, device_index = inputs.expert_offsets is not None, inputs.d.get_device()
+    d = inputs.d if is_grouped else inputs.d[None]
     config = choose_config(
         *d.shape[1:],
         output_of(d, inputs.accumulates),
         blocks_b=has_blocks_b(inputs.b, inputs.b_scale_inv),
         d_fits=fits(d) and d.shape[2] * d.element_size() % TMA_BYTES == 0,
     )
-    return prepare_k_grouped(
+    others = ("expert_offsets",) if is_grouped else ()
+    r = Record(target_of(device_index), (*_INPUTS, *others))
+    describe_k_grouped(
+        r,
         config,
-        KGroupedOperands(*inputs[:4], d),
-        _SOURCES if is_grouped else _SOURCES._replace(expert_offsets=None),
-        sms,
-        BLOCK * len(a) if is_grouped else inputs.num_tokens,
+        Codes.of(inputs.a, inputs.a_scale_inv, "a"),
+        Codes.of(inputs.b, inputs.b_scale_inv, "b"),
+        Tensor.of(d, "d"),
+        BLOCK * len(inputs.a) if is_grouped else inputs.num_tokens,
+        expert_offsets=Place("expert_offsets") if is_grouped else None,
     )
+    return prepare_launch(r, device_index)
 
 
 k_grouped_gemm = register_inputs(

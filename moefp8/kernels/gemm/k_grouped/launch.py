@@ -1,51 +1,16 @@
-"""Launch `k_grouped.cu`, the GEMM of gradients in weights, on a Hopper GPU."""
+"""Describe `k_grouped.cu`, the GEMM of gradients in weights."""
 
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
 from ...common.blocks import BLOCK, TMA_BYTES, ceil_div
-from ...common.tma_operands import box_of
-from ...jit import (
-    MAP_BYTES,
-    Kernel,
-    Launch,
-    Pointer,
-    Source,
-    current_driver,
-    join_maps,
-    pointers,
-    struct_of,
-    tensor_map,
-)
-from ..launch import Sms
+from ...jit import Kernel
+from ...program import Codes, Place, Record, Tensor, TensorMap
 from .config import KGroupedConfig, Output, choose_config
 
 SOURCE = Path(__file__).with_name("k_grouped.cu")
-Arguments = struct_of(SOURCE)
 _BAND_ROWS = 1536  # of d, that CTAs which run at once are spread over
-
-
-class KGroupedOperands(NamedTuple):
-    """a [B, M, 128], b [B, N, 128], their scales [B, M] and [B, N], d [E, M, N]."""
-
-    a: torch.Tensor
-    a_scale_inv: torch.Tensor
-    b: torch.Tensor
-    b_scale_inv: torch.Tensor
-    d: torch.Tensor
-
-
-class KGroupedSources(NamedTuple):
-    """Which addresses of a launch are those of its operands; no offsets: there is one expert."""
-
-    a: Source
-    a_scale_inv: Source
-    b: Source
-    b_scale_inv: Source
-    d: Source
-    expert_offsets: Source | None = None
 
 
 def kernel_of(config: KGroupedConfig) -> Kernel:
@@ -68,70 +33,70 @@ def needed_kernels(
     return [kernel_of(config) for config in configs] if m and n else []
 
 
-def prepare_k_grouped(
+def describe_k_grouped(
+    r: Record,
     config: KGroupedConfig,
-    operands: KGroupedOperands,
-    sources: KGroupedSources,
-    sms: Sms,
+    a: Codes,
+    b: Codes,
+    d: Tensor,
     num_tokens: int,
     *,
+    expert_offsets: Place | None = None,
+    programmatic: bool = True,
     band: int | None = None,
-) -> Launch:
-    """A launch for operands that lie as these do, wherever `sources` say.
+) -> None:
+    """One step that writes d, or adds to it.
 
-    operands: TMA can address all but d, and d too if `config.stages_output`; layouts and the
-        alignment of d count.
-    num_tokens: of the only expert; with offsets, no expert's rows end behind it.
+    TMA must be able to address all but d, and d too if `config.stages_output`.
+
+    Args:
+        a, b: codes [B, M, 128] and [B, N, 128], scales [B, M] and [B, N] or [B, ceil(N/128)].
+        d: [E, M, N].
+        num_tokens: of the only expert; with offsets, no expert's rows end after it.
+        expert_offsets: int32 [E + 1]; None: there is one expert.
     """
-    a, a_scale_inv, b, b_scale_inv, d = operands
     num_experts, m, n = d.shape
-    driver, device_index = current_driver(), d.get_device()
     row_tiles, col_tiles = ceil_div(m, config.tile_m), ceil_div(n, config.tile_n * config.multicast)
     num_tiles = num_experts * row_tiles * col_tiles
     # The stride of a single matrix, or row, says nothing.
     matrix_bytes, row_bytes = (
-        stride * d.element_size() if count > 1 else 0
-        for stride, count in zip(d.stride()[:2], d.shape[:2], strict=True)
+        d.bytes_of_stride(axis) if d.shape[axis] > 1 else 0 for axis in (0, 1)
     )
     unit = 16 if config.output == Output.BFLOAT16 else 8  # bytes that are written at once
-    steps = d.data_ptr(), matrix_bytes, row_bytes, n * d.element_size()
-    arguments = Arguments(
-        d_matrix_bytes=matrix_bytes,
-        d_row_bytes=row_bytes,
-        num_experts=num_experts,
-        num_tokens=num_tokens,
-        m=m,
-        n=n,
-        num_row_tiles=row_tiles,
-        num_col_tiles=col_tiles,
-        band=min(row_tiles, band or max(1, _BAND_ROWS // config.tile_m)),
-        aligned=not any(x % unit for x in steps),
-    )
+    steps = d.alignment, matrix_bytes, row_bytes, n * d.element_size()
+    arguments = {
+        "expert_offsets": expert_offsets,
+        "d": d.place,
+        "d_matrix_bytes": matrix_bytes,
+        "d_row_bytes": row_bytes,
+        "num_experts": num_experts,
+        "num_tokens": num_tokens,
+        "m": m,
+        "n": n,
+        "num_row_tiles": row_tiles,
+        "num_col_tiles": col_tiles,
+        "band": min(row_tiles, band or max(1, _BAND_ROWS // config.tile_m)),
+        "aligned": not any(x % unit for x in steps),
+    }
     box_m = config.tile_m // config.multicast
-    of_d, box_d = (
-        (d, (BLOCK // config.element_bytes, 64)) if config.stages_output else (a, (BLOCK, 8))
-    )
+    # Where d does not leave by TMA, any map will do.
+    last = TensorMap(a.data, (BLOCK, 8), BLOCK)
+    if config.stages_output:
+        last = TensorMap(d, (BLOCK // config.element_bytes, 64), BLOCK, is_written=True)
     maps = (
-        tensor_map(box_of(a, (BLOCK, box_m), BLOCK)),
-        tensor_map(box_of(b, (BLOCK, config.tile_n), BLOCK)),
-        tensor_map(box_of(a_scale_inv, (config.tile_m, 1), 0)),
-        tensor_map(box_of(b_scale_inv, (config.scales_b, 1), 0)),
-        tensor_map(box_of(of_d, box_d, BLOCK)),  # where d does not leave by TMA, any map will do
+        TensorMap(a.data, (BLOCK, box_m), BLOCK),
+        TensorMap(b.data, (BLOCK, config.tile_n), BLOCK),
+        TensorMap(a.scale_inv, (config.tile_m, 1)),
+        TensorMap(b.scale_inv, (config.scales_b, 1)),
+        last,
     )
-    of_maps = (
-        *(sources.a, sources.b, sources.a_scale_inv, sources.b_scale_inv),
-        sources.d if config.stages_output else sources.a,
-    )
-    return Launch(
-        driver.load(kernel_of(config), device_index),
-        min(num_tiles, max(1, sms.busy // config.multicast)) * config.multicast,
+    r.step(
+        kernel_of(config),
+        min(num_tiles, max(1, r.target.configs.sms.busy // config.multicast)) * config.multicast,
         config.threads,
-        (join_maps(maps), arguments),
-        [
-            *(Pointer(0, i * MAP_BYTES, x) for i, x in enumerate(of_maps)),
-            *pointers(Arguments, 1, expert_offsets=sources.expert_offsets, d=sources.d),
-        ],
+        arguments,
+        maps=(maps,),
+        programmatic=programmatic,
         shared_bytes=config.shared_bytes,
         cluster=config.multicast,
-        programmatic=True,
     )

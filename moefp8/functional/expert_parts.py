@@ -1,0 +1,137 @@
+"""What the records of routed experts share: values of their tensors, and GEMMs of experts' rows.
+
+T tokens, k choices each, E experts, H hidden, I intermediate, R rows.
+"""
+
+from typing import NamedTuple, Protocol
+
+import torch
+
+from ..kernels.gemm.config import GemmConfig, GroupLayout
+from ..kernels.gemm.launch import (
+    GateUp,
+    GroupsOfTokens,
+    Sms,
+    describe_gemm,
+    has_more_tiles_than_clusters,
+)
+from ..kernels.program import Codes, Place, Record, Tensor, Word
+from ..routing.dispatch_launch import Dispatched
+from .expert_configs import Sizes, mean_load
+
+# Timed at 1 to 32 tokens of whole layers and ranks of five models on an H200. First weights are
+# fetched by guess if there is a choice for every eighth expert. Where experts have one token each,
+# taking tiles of gate and up from a counter paid with K = 7168, and did not with 4096.
+_MAX_EXPERTS_PER_CHOICE, _LONG_K = 8, 7168
+
+
+class Choices(NamedTuple):
+    """The router's choice: int32 or int64 ids [T, k], and their scores [T, k]."""
+
+    ids: Tensor
+    scores: Tensor
+
+
+class ExpertWeights(NamedTuple):
+    """Codes and scales of all experts: gate and up [E, I, H], of one layout, and down [E, H, I].
+
+    TMA can address them.
+    """
+
+    gate: Codes
+    up: Codes
+    down: Codes
+
+
+class TransposedWeights(NamedTuple):
+    """Codes and scales of W_down^T [E, I, H], and of W_gate_up^T [E, H, 2 I], whose halves begin at
+    multiples of 128. TMA can address them."""
+
+    down: Codes
+    gate_up: Codes
+
+
+class Combine(Protocol):
+    """What sums the rows of each token in place of `describe_combine`: a hashable that holds all
+    that the step depends on."""
+
+    def describe(
+        self,
+        r: Record,
+        y: Tensor,
+        token_to_row: Place,
+        weights: Tensor,
+        out: Tensor,
+        *,
+        grad_weights: Place | None,
+        word: Word,
+    ) -> None:
+        """One step.
+
+        y, token_to_row, weights: as in `describe_combine`.
+        out: where it begins is what the combine needs.
+        grad_weights: fp32 [T, k], which a backward has beside the rows; else None.
+        word: a number for the kernel, which may differ from call to call.
+        """
+
+
+def describe_rows_gemm(
+    r: Record,
+    config: GemmConfig,
+    a: Codes,
+    b: Codes,
+    d: Tensor,
+    sizes: Sizes,
+    dispatched: Dispatched,
+    *,
+    follows_dispatch: bool,
+    gate_up: GateUp | None = None,
+) -> None:
+    """The GEMM of the rows of all experts.
+
+    follows_dispatch: it is the first of both GEMMs, so its bounds are not older than the step
+        before it. Each has a tile counter of its own.
+    """
+    maps, num_experts = dispatched.maps, sizes.num_experts
+    groups = GroupsOfTokens(
+        GroupLayout.MASKED if sizes.masked else GroupLayout.OFFSETS,
+        maps.tokens_per_expert if sizes.masked else maps.expert_offsets,
+        num_experts,
+        num_experts,
+        expected_tiles(config, sizes) if follows_dispatch else 0,
+        bounds_ready=not follows_dispatch,
+    )
+    shape = d.shape[1], d.shape[2]
+    if takes_tiles(config, sizes, shape, groups, r.target.configs.sms):
+        counter = dispatched.tile_counters.after(0 if follows_dispatch else 4)
+        groups = groups._replace(tile_counter=counter)
+    _, load = mean_load(sizes)
+    describe_gemm(r, config, a, b, d, load, groups=groups, gate_up=gate_up)
+
+
+def expected_tiles(config: GemmConfig, sizes: Sizes) -> int:
+    """How many tiles an expert is guessed to have; 0: so few are chosen that a guess is wrong."""
+    num_choices = sizes.num_tokens * sizes.top_k
+    if num_choices * _MAX_EXPERTS_PER_CHOICE < sizes.num_to_choose_from:
+        return 0
+    return config.token_tiles(mean_load(sizes)[1])
+
+
+def takes_tiles(
+    config: GemmConfig, sizes: Sizes, shape: tuple[int, int], groups: GroupsOfTokens, sms: Sms
+) -> bool:
+    """Whether clusters take tiles from a counter.
+
+    They do where there are more tiles than clusters, and unequal or long ones; else a counter costs
+    time.
+
+    shape: [R, N] of the result.
+    """
+    active, load = mean_load(sizes)
+    is_worth_it = load > 1 or (config.gate_up and sizes.hidden_size >= _LONG_K)
+    return is_worth_it and has_more_tiles_than_clusters(config, active, load, shape, groups, sms)
+
+
+def results_layout(name: str, shape: tuple[int, int], alignment: int) -> Tensor:
+    """A contiguous bf16 result of a call."""
+    return Tensor(shape, (shape[1], 1), torch.bfloat16, Place(name), alignment)

@@ -1,0 +1,26 @@
+"""An op is described once, as a record of steps on tensors without memory, and read by all.
+
+A description runs on any machine, from layouts alone. `place` finds memory for what lies between
+the steps, `prepare` makes launches. This room knows no kernel by name.
+"""
+
+from .place import check_early, place
+from .prepare import prepare_launch, prepare_launches
+from .record import Arguments, Codes, Place, Record, Step, Target, Tensor, TensorMap, Word, layouts
+
+__all__ = [
+    "Arguments",
+    "Codes",
+    "Place",
+    "Record",
+    "Step",
+    "Target",
+    "Tensor",
+    "TensorMap",
+    "Word",
+    "check_early",
+    "layouts",
+    "place",
+    "prepare_launch",
+    "prepare_launches",
+]

@@ -1,0 +1,259 @@
+"""The record of an op: the steps that run in a row, and the memory that they share.
+
+A record holds no tensor and no address. A description writes one from the layouts of a call's
+tensors, on any machine; `place.py` and `prepare.py` read it.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import gcd, prod
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+import torch
+
+from ..common.blocks import E4M3, TMA_BYTES, num_blocks, round_up, round_up_to_tma
+from ..common.tma_operands import can_address
+from ..jit import Kernel, struct_of
+
+if TYPE_CHECKING:
+    from ..gemm.tuned import ConfigSource
+
+
+class Place(NamedTuple):
+    """`plus` bytes after the beginning of an input of the call, or of a buffer, by name."""
+
+    base: str
+    plus: int = 0
+
+    def after(self, num_bytes: int) -> "Place":
+        return Place(self.base, self.plus + num_bytes)
+
+
+class Word(NamedTuple):
+    """An input of the call that is a number of 64 bits, and no address."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """The layout of a tensor, and where it begins.
+
+    strides: in elements. alignment: 16, or the largest power of two below that divides the address.
+    """
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    place: Place
+    alignment: int = TMA_BYTES
+
+    @classmethod
+    def of(cls, x: torch.Tensor, name: str) -> "Tensor":
+        """The layout of x, an input of the call."""
+        alignment = gcd(x.data_ptr(), TMA_BYTES)
+        return cls(tuple(x.shape), x.stride(), x.dtype, Place(name), alignment)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def is_aligned(self) -> bool:
+        """Whether the address is a multiple of 16."""
+        return self.alignment == TMA_BYTES
+
+    @property
+    def fits(self) -> bool:
+        """Whether TMA can address it."""
+        return can_address(self.shape, self.strides, self.element_size(), self.alignment)
+
+    @property
+    def mT(self) -> "Tensor":
+        """The transpose of the last two dimensions, as `torch.Tensor.mT`."""
+        (*shape, m, n), (*strides, of_m, of_n) = self.shape, self.strides
+        return replace(self, shape=(*shape, n, m), strides=(*strides, of_n, of_m))
+
+    def batched(self) -> "Tensor":
+        """The same with a first dimension of size 1."""
+        size = self.shape[0] * self.strides[0]
+        return replace(self, shape=(1, *self.shape), strides=(size, *self.strides))
+
+    def first(self) -> "Tensor":
+        """The first of the matrices."""
+        return replace(self, shape=self.shape[1:], strides=self.strides[1:])
+
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    def element_size(self) -> int:
+        return self.dtype.itemsize
+
+    def bytes_of_stride(self, axis: int) -> int:
+        return self.strides[axis] * self.dtype.itemsize
+
+
+class Codes(NamedTuple):
+    """E4M3 codes, and the FP32 scales of their blocks."""
+
+    data: Tensor
+    scale_inv: Tensor
+
+    @classmethod
+    def of(cls, data: torch.Tensor, scale_inv: torch.Tensor, name: str) -> "Codes":
+        """Those of the inputs `name` and `name_scales` of a call."""
+        return cls(Tensor.of(data, name), Tensor.of(scale_inv, f"{name}_scales"))
+
+    def first(self) -> "Codes":
+        return Codes(self.data.first(), self.scale_inv.first())
+
+    def batched(self) -> "Codes":
+        return Codes(self.data.batched(), self.scale_inv.batched())
+
+
+def layouts(**tensors: torch.Tensor | None) -> dict[str, Any]:
+    """The layout of each tensor, an input of the call by its name; None of None."""
+    return {name: None if x is None else Tensor.of(x, name) for name, x in tensors.items()}
+
+
+class TensorMap(NamedTuple):
+    """How TMA moves boxes of a tensor; see `Box`.
+
+    box: (columns, rows). is_written: whether the kernel stores through the map; else it loads.
+    """
+
+    tensor: Tensor
+    box: tuple[int, int]
+    swizzle_bytes: int = 0
+    l2_bytes: int = 256
+    is_written: bool = False
+
+
+# Values of a structure's fields by name: numbers, places, words, lists of these, and mappings for
+# structures in it. A field that is None, or not named, is 0.
+Arguments: TypeAlias = Mapping[str, Any]
+
+
+class Target(NamedTuple):
+    """The GPU that a record is described for.
+
+    arch: as NVRTC names it. num_sms: how many SMs it has. configs: which one each GEMM gets.
+    """
+
+    arch: str
+    num_sms: int
+    configs: "ConfigSource"
+
+
+@dataclass(frozen=True)
+class Step:
+    """A launch of a kernel, without addresses.
+
+    grid, block: CTAs, and threads of each.
+    maps: tensor maps, in the kernel's order; those of one parameter follow each other.
+    arguments: the kernel's last parameter, `struct Arguments` in its source.
+    early: the inputs and buffers that the kernel touches before it waits for the step before it.
+    programmatic: whether it may start before the stream's previous kernel ends.
+    shared_bytes: of dynamic shared memory. cluster: CTAs of a cluster.
+    """
+
+    kernel: Kernel
+    grid: int
+    block: int
+    maps: tuple[tuple[TensorMap, ...], ...]
+    arguments: Arguments
+    early: frozenset[str]
+    programmatic: bool
+    shared_bytes: int = 0
+    cluster: int = 1
+
+    def touched(self) -> Iterator[tuple[str, bool]]:
+        """(input or buffer, whether it is written) of each address that the kernel is given."""
+        for x in (x for maps in self.maps for x in maps):
+            yield x.tensor.place.base, x.is_written
+        yield from _touched(struct_of(self.kernel.source), self.arguments)
+
+    def written(self) -> set[str]:
+        return {base for base, is_written in self.touched() if is_written}
+
+
+def _touched(struct: Any, arguments: Arguments) -> Iterator[tuple[str, bool]]:
+    for name, value in arguments.items():
+        for each in value if isinstance(value, Sequence) and not _is_source(value) else (value,):
+            if isinstance(each, Place):
+                yield each.base, name not in struct._reads_
+            elif isinstance(each, Mapping):
+                yield from _touched(dict(struct._fields_)[name], each)
+
+
+def _is_source(value: object) -> bool:
+    return isinstance(value, Place | Word)
+
+
+@dataclass
+class Record:
+    """What a description writes.
+
+    inputs: names of a call's addresses and words, in the order in which a call gives them.
+    older: those inputs that are older than the stream's previous kernel, as weights are: the first
+        step may touch them before it waits.
+    buffers: bytes of memory that lives as long as a call, by name.
+    """
+
+    target: Target
+    inputs: Sequence[str]
+    older: frozenset[str] = frozenset()
+    steps: list[Step] = field(default_factory=list)
+    buffers: dict[str, int] = field(default_factory=dict)
+
+    def buffer(self, name: str, num_bytes: int) -> Place:
+        """Memory for the steps that touch it. Raises ValueError if the name is taken."""
+        if name in self.buffers or name in self.inputs:
+            raise ValueError(f"record: each name must be told once, got {name!r} again")
+        self.buffers[name] = num_bytes
+        return Place(name)
+
+    def matrices(
+        self,
+        name: str,
+        shape: tuple[int, int, int],
+        dtype: torch.dtype,
+        row_pitch: int | None = None,
+    ) -> Tensor:
+        """A buffer of [matrices, rows, columns]; row_pitch: in elements, None: whole 16 bytes."""
+        matrices, rows, columns = shape
+        pitch = round_up_to_tma(columns, dtype.itemsize) if row_pitch is None else row_pitch
+        at = self.buffer(name, matrices * rows * pitch * dtype.itemsize)
+        return Tensor(shape, (rows * pitch, pitch, 1), dtype, at)
+
+    def codes(self, name: str, shape: tuple[int, int, int], row_pitch: int | None = None) -> Codes:
+        """Buffers of codes [matrices, rows, columns] and of their 1x128 scales, rows innermost."""
+        matrices, rows, columns = shape
+        data = self.matrices(name, shape, E4M3, row_pitch)
+        blocks, pitch = num_blocks(columns), round_up(rows, 4)
+        at = self.buffer(f"{name}_scales", matrices * blocks * pitch * 4)
+        strides = blocks * pitch, 1, pitch
+        return Codes(data, Tensor((matrices, rows, blocks), strides, torch.float32, at))
+
+    def step(
+        self,
+        kernel: Kernel,
+        grid: int,
+        block: int,
+        arguments: Arguments,
+        *,
+        programmatic: bool,
+        maps: tuple[tuple[TensorMap, ...], ...] = (),
+        early: Iterable[Place | None] = (),
+        shared_bytes: int = 0,
+        cluster: int = 1,
+    ) -> None:
+        """Append a `Step`. Raises ValueError if it touches what is neither input nor buffer."""
+        bases = frozenset(x.base for x in early if x is not None)
+        step = Step(
+            kernel, grid, block, maps, arguments, bases, programmatic, shared_bytes, cluster
+        )
+        for base, _ in step.touched():
+            if base not in self.buffers and base not in self.inputs:
+                raise ValueError(f"record: {kernel} touches {base!r}, no input and no buffer")
+        self.steps.append(step)
