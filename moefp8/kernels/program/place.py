@@ -27,7 +27,7 @@ def lifetimes(record: Record) -> dict[str, tuple[int, int]]:
     """
     spans: dict[str, tuple[int, int]] = {}
     for i, step in enumerate(record.steps):
-        for base, _ in step.touched():
+        for base in step.touched:
             if base in record.buffers:
                 begin = i - 1 if base in step.early and i else i
                 first, last = spans.get(base, (begin, i))
@@ -41,18 +41,16 @@ def place(record: Record) -> Placed:
     In the order of their first use, buffers were measured to take up to 1.5 times as much.
     """
     spans, offsets, num_bytes = lifetimes(record), dict[str, int](), 0
+    rooms: list[tuple[int, int, int, int]] = []  # begin, end, first and last step
     for name in sorted(spans, key=lambda x: -record.buffers[x]):
         size, (first, last) = record.buffers[name], spans[name]
-        taken = sorted(
-            (offsets[other], offsets[other] + record.buffers[other])
-            for other in offsets
-            if spans[other][0] <= last and first <= spans[other][1]
-        )
         begin = 0
-        for low, high in taken:
-            if begin + size <= low:
-                break
-            begin = max(begin, round_up(high, _ALIGNMENT))
+        for low, high, since, until in sorted(rooms):
+            if since <= last and first <= until:
+                if begin + size <= low:
+                    break
+                begin = max(begin, round_up(high, _ALIGNMENT))
+        rooms.append((begin, begin + size, first, last))
         offsets[name] = begin
         num_bytes = max(num_bytes, begin + size)
     return Placed(offsets, num_bytes)
@@ -64,7 +62,9 @@ def check_early(record: Record) -> None:
     The step before it may be unfinished, and so may the stream's previous kernel before the first
     step: that may touch early only what is `older`.
     """
-    written: set[str] | None = None  # by the step before; None: by whatever was before the record
+    written: frozenset[str] | None = (
+        None  # by the step before; None: by whatever was before the record
+    )
     for step in record.steps:
         wrong = step.early - record.older if written is None else step.early & written
         if wrong and step.programmatic:
@@ -72,4 +72,4 @@ def check_early(record: Record) -> None:
                 f"record: {step.kernel} must wait before it touches what the kernel before it may "
                 f"write, got {', '.join(sorted(wrong))} as early"
             )
-        written = step.written()
+        written = step.written

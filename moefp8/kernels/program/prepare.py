@@ -1,8 +1,5 @@
 """Launches of a record: names become positions, buffers places in the memory of a call."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
-
 from ..common.prepared import Launches
 from ..common.tma_operands import pitch_of
 from ..jit import (
@@ -13,13 +10,10 @@ from ..jit import (
     Source,
     current_driver,
     join_maps,
-    struct_of,
     tensor_map,
 )
 from .place import check_early, place
-from .record import Arguments, Place, Record, Step, TensorMap, Word
-
-_Locate = Callable[[Place | Word], Source]
+from .record import Place, Record, Step, TensorMap, Word
 
 
 def prepare_launches(record: Record, device_index: int) -> Launches:
@@ -29,17 +23,11 @@ def prepare_launches(record: Record, device_index: int) -> Launches:
     launched so.
     """
     check_early(record)
-    positions = {name: i for i, name in enumerate(record.inputs)}
     offsets, num_bytes = place(record)
-
-    def locate(value: Place | Word) -> Source:
-        if isinstance(value, Word):
-            return Source(positions[value.name])
-        if value.base in positions:
-            return Source(positions[value.base], value.plus)
-        return Source(len(positions), offsets[value.base] + value.plus)
-
-    launches = [_launch_of(step, device_index, locate) for step in record.steps]
+    memory = len(record.inputs)
+    sources = {name: (memory, offset) for name, offset in offsets.items()}
+    sources |= {name: (position, 0) for position, name in enumerate(record.inputs)}
+    launches = [_launch_of(step, device_index, sources) for step in record.steps]
     return Launches(launches, num_bytes)
 
 
@@ -54,54 +42,29 @@ def prepare_launch(record: Record, device_index: int) -> Launch:
     return launch
 
 
-def _launch_of(step: Step, device_index: int, locate: _Locate) -> Launch:
-    pointers: list[Pointer] = []
-    arguments: list[Any] = []
-    for i, maps in enumerate(step.maps):
-        arguments.append(join_maps(tensor_map(_box_of(x)) for x in maps))
-        pointers += (Pointer(i, n * MAP_BYTES, locate(x.tensor.place)) for n, x in enumerate(maps))
-    struct = struct_of(step.kernel.source)()
-    found = _fill(struct, step.arguments, 0, locate)
-    pointers += (Pointer(len(step.maps), offset, source) for offset, source in found)
+def _launch_of(step: Step, device_index: int, sources: dict[str, tuple[int, int]]) -> Launch:
+    """sources: of each input and buffer, the position of its address, and bytes after that."""
+    maps = [join_maps([tensor_map(_box_of(x)) for x in parameter]) for parameter in step.maps]
+    places: list[tuple[int, int, Place | Word]] = [
+        (i, n * MAP_BYTES, x.tensor.place)
+        for i, parameter in enumerate(step.maps)
+        for n, x in enumerate(parameter)
+    ]
+    places += [(len(maps), x.offset, x.value) for x in step.addresses]
+    pointers = []
+    for argument, offset, (base, plus) in places:
+        which, begin = sources[base]
+        pointers.append(Pointer(argument, offset, Source(which, begin + plus)))
     return Launch(
         current_driver().load(step.kernel, device_index),
         step.grid,
         step.block,
-        (*arguments, struct),
+        (*maps, step.structure),
         pointers,
         shared_bytes=step.shared_bytes,
         cluster=step.cluster,
         programmatic=step.programmatic,
     )
-
-
-def _fill(
-    struct: Any, arguments: Arguments, begin: int, locate: _Locate
-) -> Iterable[tuple[int, Source]]:
-    """Set the numbers of a structure; return where the addresses and words of a call go."""
-    found: list[tuple[int, Source]] = []
-    for name, value in arguments.items():
-        member = getattr(type(struct), name, None)
-        if member is None:
-            raise ValueError(f"record: {type(struct).__name__} has no {name!r}")
-        at = begin + member.offset
-        if value is None:
-            continue
-        if isinstance(value, Place | Word):
-            found.append((at, locate(value)))
-        elif isinstance(value, Mapping):
-            found += _fill(getattr(struct, name), value, at, locate)
-        elif isinstance(value, Sequence):
-            array = getattr(struct, name)
-            size = member.size // len(array)
-            for i, each in enumerate(value):
-                if isinstance(each, Place | Word):
-                    found.append((at + i * size, locate(each)))
-                else:
-                    array[i] = each
-        else:
-            setattr(struct, name, value)
-    return found
 
 
 def _box_of(of: TensorMap) -> Box:

@@ -4,7 +4,8 @@ A record holds no tensor and no address. A description writes one from the layou
 tensors, on any machine; `place.py` and `prepare.py` read it.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import ctypes
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from math import gcd, prod
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -13,7 +14,7 @@ import torch
 
 from ..common.blocks import E4M3, TMA_BYTES, num_blocks, round_up, round_up_to_tma
 from ..common.tma_operands import can_address
-from ..jit import Kernel, struct_of
+from ..jit import Kernel, Struct, struct_of
 
 if TYPE_CHECKING:
     from ..gemm.tuned import ConfigSource
@@ -30,9 +31,10 @@ class Place(NamedTuple):
 
 
 class Word(NamedTuple):
-    """An input of the call that is a number of 64 bits, and no address."""
+    """An input of the call, by name, that is a number of 64 bits and no address."""
 
-    name: str
+    base: str
+    plus: int = 0
 
 
 @dataclass(frozen=True)
@@ -129,9 +131,9 @@ class TensorMap(NamedTuple):
     is_written: bool = False
 
 
-# Values of a structure's fields by name: numbers, places, words, lists of these, and mappings for
+# Values of a structure's fields by name: numbers, places, words, lists of these, and dicts for
 # structures in it. A field that is None, or not named, is 0.
-Arguments: TypeAlias = Mapping[str, Any]
+Arguments: TypeAlias = dict[str, Any]
 
 
 class Target(NamedTuple):
@@ -145,49 +147,74 @@ class Target(NamedTuple):
     configs: "ConfigSource"
 
 
-@dataclass(frozen=True)
-class Step:
+class Address(NamedTuple):
+    """A word of a kernel's structure, `offset` bytes from its beginning, that a call gives."""
+
+    offset: int
+    value: Place | Word
+    is_written: bool  # what is there
+
+
+class Step(NamedTuple):
     """A launch of a kernel, without addresses.
 
     grid, block: CTAs, and threads of each.
     maps: tensor maps, in the kernel's order; those of one parameter follow each other.
-    arguments: the kernel's last parameter, `struct Arguments` in its source.
+    structure: the kernel's last parameter, `struct Arguments` in its source, without `addresses`.
     early: the inputs and buffers that the kernel touches before it waits for the step before it.
     programmatic: whether it may start before the stream's previous kernel ends.
     shared_bytes: of dynamic shared memory. cluster: CTAs of a cluster.
+    touched: the inputs and buffers that the kernel is given, each once, in their order.
+    written: those that it may write.
     """
 
     kernel: Kernel
     grid: int
     block: int
     maps: tuple[tuple[TensorMap, ...], ...]
-    arguments: Arguments
+    structure: ctypes.Structure
+    addresses: tuple[Address, ...]
     early: frozenset[str]
     programmatic: bool
-    shared_bytes: int = 0
-    cluster: int = 1
-
-    def touched(self) -> Iterator[tuple[str, bool]]:
-        """(input or buffer, whether it is written) of each address that the kernel is given."""
-        for x in (x for maps in self.maps for x in maps):
-            yield x.tensor.place.base, x.is_written
-        yield from _touched(struct_of(self.kernel.source), self.arguments)
-
-    def written(self) -> set[str]:
-        return {base for base, is_written in self.touched() if is_written}
+    shared_bytes: int
+    cluster: int
+    touched: tuple[str, ...]
+    written: frozenset[str]
 
 
-def _touched(struct: Any, arguments: Arguments) -> Iterator[tuple[str, bool]]:
+def packed(struct: type[Struct], arguments: Arguments) -> tuple[Struct, list[Address]]:
+    """The structure with all numbers, and where addresses and words of a call go.
+
+    Raises ValueError if the structure has no field of a name.
+    """
+    structure, addresses = struct(), list[Address]()
+    _pack(structure, arguments, 0, addresses)
+    return structure, addresses
+
+
+def _pack(structure: Any, arguments: Arguments, begin: int, addresses: list[Address]) -> None:
+    struct = type(structure)
     for name, value in arguments.items():
-        for each in value if isinstance(value, Sequence) and not _is_source(value) else (value,):
-            if isinstance(each, Place):
-                yield each.base, name not in struct._reads_
-            elif isinstance(each, Mapping):
-                yield from _touched(dict(struct._fields_)[name], each)
-
-
-def _is_source(value: object) -> bool:
-    return isinstance(value, Place | Word)
+        member = getattr(struct, name, None)
+        if member is None:
+            raise ValueError(f"record: {struct.__name__} has no {name!r}")
+        kind = type(value)
+        if kind is Place or kind is Word:
+            is_written = kind is Place and name not in struct._reads_
+            addresses.append(Address(begin + member.offset, value, is_written))
+        elif kind is dict:
+            _pack(getattr(structure, name), value, begin + member.offset, addresses)
+        elif kind is list:
+            array = getattr(structure, name)
+            size = member.size // len(array)
+            for i, each in enumerate(value):
+                if type(each) is Place or type(each) is Word:
+                    at = begin + member.offset + i * size
+                    addresses.append(Address(at, each, name not in struct._reads_))
+                else:
+                    array[i] = each
+        elif value is not None:
+            setattr(structure, name, value)
 
 
 @dataclass
@@ -249,11 +276,27 @@ class Record:
         cluster: int = 1,
     ) -> None:
         """Append a `Step`. Raises ValueError if it touches what is neither input nor buffer."""
-        bases = frozenset(x.base for x in early if x is not None)
-        step = Step(
-            kernel, grid, block, maps, arguments, bases, programmatic, shared_bytes, cluster
-        )
-        for base, _ in step.touched():
+        structure, addresses = packed(struct_of(kernel.source), arguments)
+        of_maps = [x for parameter in maps for x in parameter]
+        given = [(x.tensor.place, x.is_written) for x in of_maps]
+        given += [(x.value, x.is_written) for x in addresses if isinstance(x.value, Place)]
+        touched = tuple(dict.fromkeys([place.base for place, _ in given]))
+        for base in touched:
             if base not in self.buffers and base not in self.inputs:
                 raise ValueError(f"record: {kernel} touches {base!r}, no input and no buffer")
-        self.steps.append(step)
+        self.steps.append(
+            Step(
+                kernel,
+                grid,
+                block,
+                maps,
+                structure,
+                tuple(addresses),
+                frozenset(x.base for x in early if x is not None),
+                programmatic,
+                shared_bytes,
+                cluster,
+                touched,
+                frozenset([place.base for place, is_written in given if is_written]),
+            )
+        )
