@@ -35,9 +35,8 @@ def test_a_step_touches_inputs_and_buffers_alone():
 def test_a_field_that_the_kernel_does_not_have_is_refused():
     r = record()
     arguments = {"group_of_row": Place("x"), "list": Place("y"), "num_cols": 3}
-    r.step(segments.kernel_of(), 1, 32, arguments, programmatic=True)
-    with recording(), pytest.raises(ValueError, match="Arguments has no 'num_cols'"):
-        prepare_launch(r, 0)
+    with pytest.raises(ValueError, match="Arguments has no 'num_cols'"):
+        r.step(segments.kernel_of(), 1, 32, arguments, programmatic=True)
 
 
 def test_one_launch_is_of_one_step_without_buffers():
