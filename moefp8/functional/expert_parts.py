@@ -7,6 +7,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from ..kernels.common.blocks import num_blocks
+from ..kernels.common.tma_operands import fitting, lying_as
 from ..kernels.gemm.config import GemmConfig, GroupLayout
 from ..kernels.gemm.launch import (
     GateUp,
@@ -135,3 +137,40 @@ def takes_tiles(
 def results_layout(name: str, shape: tuple[int, int], alignment: int) -> Tensor:
     """A contiguous bf16 result of a call."""
     return Tensor(shape, (shape[1], 1), torch.bfloat16, Place(name), alignment)
+
+
+# ---- The tensors of a call ----
+
+Projections = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # see `ExpertsInputs`
+
+
+class Weights(NamedTuple):
+    """The weights of all experts, gate apart from up: e4m3 matrices and their fp32 scales."""
+
+    gate: torch.Tensor  # [E, I, H]
+    gate_scale_inv: torch.Tensor
+    up: torch.Tensor
+    up_scale_inv: torch.Tensor
+    down: torch.Tensor  # [E, H, I]
+    down_scale_inv: torch.Tensor
+
+
+def split_weights(projections: Projections) -> Weights:
+    """Views of gate and up apart from each other."""
+    gate_up, gate_up_scale_inv, down, down_scale_inv = projections
+    i = down.shape[2]
+    blocks = num_blocks(i)
+    return Weights(
+        gate=gate_up[:, :i],
+        gate_scale_inv=gate_up_scale_inv[:, :blocks],
+        up=gate_up[:, i:],
+        up_scale_inv=gate_up_scale_inv[:, blocks:],
+        down=down,
+        down_scale_inv=down_scale_inv,
+    )
+
+
+def fitting_weights(weights: Weights) -> Weights:
+    """The weights, each itself or a copy that TMA can address."""
+    gate = fitting(weights.gate)
+    return weights._replace(gate=gate, up=lying_as(gate, weights.up), down=fitting(weights.down))

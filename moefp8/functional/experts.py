@@ -28,9 +28,9 @@ from ..routing.combine import combine_rows
 from ..routing.dispatch import dispatch_rows
 from ..routing.plan import build_maps
 from .expert_configs import Sizes
-from .experts_launch import Combine, launch_experts
+from .expert_parts import Combine
+from .experts_launch import launch_experts, num_parts_of
 from .swiglu import check_limit, empty_gate_up, swiglu
-from .workspace import has_one_part
 
 _OP = "experts"
 
@@ -226,7 +226,7 @@ def runs_as_a_whole(inputs: ExpertsInputs, *, saves: bool) -> bool:
     """
     (num_tokens, top_k), (e, h, i) = inputs.top_k_index.shape, inputs.down_proj.shape
     sizes = Sizes(num_tokens, top_k, e, h, i, inputs.masked and not saves)
-    return has_one_part(sizes, has_backward=saves)
+    return num_parts_of(sizes, saves=saves) == 1
 
 
 def launch_combining(

@@ -33,9 +33,10 @@ from ..routing.combine import combine_rows
 from ..routing.dispatch import dispatch_rows
 from ..routing.plan import build_maps
 from .autograd import first_order, no_gradients, records
+from .expert_parts import Combine
 from .experts import ExpertsInputs, experts, experts_saving
-from .experts_backward_launch import launch_experts_backward
-from .experts_launch import Combine
+from .experts_backward_launch import launch_experts_backward, sizes_of
+from .experts_launch import num_parts_of
 from .feed_forward_backward import through_swiglu
 from .swiglu_rows import weights_of_rows
 
@@ -139,7 +140,8 @@ def _body(inputs: ExpertsBackwardInputs) -> Gradients:
 
 def _launch(inputs: ExpertsBackwardInputs) -> Gradients:
     gradients = _empty(inputs)
-    launch_experts_backward(partial(_check, inputs), inputs, *gradients)
+    num_parts = num_parts_of(sizes_of(inputs), saves=True)
+    launch_experts_backward(partial(_check, inputs), inputs, *gradients, num_parts)
     return gradients
 
 
@@ -157,18 +159,24 @@ A choice that is held elsewhere has a gradient of exactly 0, and choices that sh
 same one. On a Hopper GPU, what a token gets does not depend on the other tokens, bit for bit."""
 
 
+def gradients_run_as_a_whole(inputs: ExpertsBackwardInputs) -> bool:
+    """Whether a Hopper GPU has all tokens in one part, as `launch_combining_gradients` needs."""
+    return num_parts_of(sizes_of(inputs), saves=True) == 1
+
+
 def launch_combining_gradients(
     inputs: ExpertsBackwardInputs, combine: Combine, word: int, out: torch.Tensor
 ) -> None:
     """`experts_backward` on a Hopper GPU, where `combine` sums the rows of tokens and brings them
-    elsewhere, and the gradients of weights with them; see `runs_as_a_whole`.
+    elsewhere, and the gradients of weights with them; see `gradients_run_as_a_whole`.
 
     word: a number for the kernel of `combine`, which may differ from call to call.
     out: what it takes for the result.
     """
     weights = inputs.top_k_weights
     of_weights = weights.new_empty(weights.shape, dtype=torch.float32)
-    launch_experts_backward(partial(_check, inputs), inputs, out, of_weights, combine, word)
+    check = partial(_check, inputs)
+    launch_experts_backward(check, inputs, out, of_weights, 1, combine, word)
 
 
 # ---- Autograd ----

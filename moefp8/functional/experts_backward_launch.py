@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..kernels.common.blocks import BLOCK, MIN_GRADIENT_AMAX, TMA_BYTES, ceil_div, round_up
+from ..kernels.common.blocks import BLOCK, MIN_GRADIENT_AMAX, TMA_BYTES, round_up
 from ..kernels.common.prepared import Launches, layout_of
-from ..kernels.gemm.tuned import target_of
+from ..kernels.gemm.tuned import ANY_TARGET, target_of
 from ..kernels.jit import current_driver
 from ..kernels.program import Codes, Place, Record, Tensor, Word, layouts, prepare_launches
 from ..routing.combine_launch import describe_combine
@@ -34,10 +34,10 @@ from .expert_parts import (
     describe_rows_gemm,
     results_layout,
 )
+from .parts import split
 from .swiglu import lies_as_read, saved_as_read
 from .swiglu_backward_launch import describe_swiglu_backward
 from .transposed import transposed
-from .workspace import has_one_part, num_parts_of
 
 if TYPE_CHECKING:
     from .experts_backward import ExpertsBackwardInputs
@@ -56,13 +56,15 @@ def launch_experts_backward(
     inputs: "ExpertsBackwardInputs",
     dx: torch.Tensor,
     of_weights: torch.Tensor,
+    num_parts: int,
     combine: Combine | None = None,
     word: int = 0,
 ) -> None:
     """`experts_backward` on the current stream; nothing waits for it.
 
     check: raises if the arguments are wrong; called for layouts that are new.
-    combine: stands for `describe_combine`; `dx` is then what it needs, and `runs_as_a_whole` holds.
+    num_parts: in how many parts tokens are computed, as in the forward.
+    combine: stands for `describe_combine`; `dx` is then what it needs, and there is one part.
     word: a number for the kernel of `combine`, which may differ from call to call.
     """
     if 0 in (*inputs.top_k_index.shape, *inputs.down_proj.shape):
@@ -84,51 +86,27 @@ def launch_experts_backward(
         check()
         gate_up, scales = saved_as_read(gate_up, scales)
     inputs = inputs._replace(grad=grad, gate_up=gate_up, gate_up_scale_inv=scales)
-    if combine is not None:
-        _launch(check, inputs, weights, dx, of_weights, combine, word)
-    else:
-        _launch_parts(check, inputs, weights, dx, of_weights)
-
-
-def runs_as_a_whole(inputs: "ExpertsBackwardInputs") -> bool:
-    """Whether all tokens are computed in one part, and there is something to compute."""
-    return has_one_part(_sizes_of(inputs), has_backward=True)
-
-
-def _launch_parts(
-    check: Callable[[], object],
-    inputs: "ExpertsBackwardInputs",
-    weights: tuple[torch.Tensor, ...],
-    dx: torch.Tensor,
-    of_weights: torch.Tensor,
-) -> None:
-    """Launch the parts that the forward had: one that was too large for it was split again."""
-    sizes = _sizes_of(inputs)
-    num_parts = num_parts_of(sizes, has_backward=True)
     if num_parts == 1:
-        _launch(check, inputs, weights, dx, of_weights)
+        _launch(check, inputs, weights, dx, of_weights, combine, word)
         return
-    split = ceil_div(sizes.num_tokens, num_parts)
-    by_token = (inputs.grad, inputs.top_k_index, inputs.top_k_weights, dx, of_weights)
-    rows, scales = split * sizes.top_k, inputs.gate_up_scale_inv
-    saved = inputs.gate_up.split(rows if scales is None else 2 * rows)
-    none, grad_scales = [None] * len(saved), inputs.grad_scale_inv
-    of_saved = none if scales is None else scales.split(2 * rows)
-    of_grad = none if grad_scales is None else grad_scales.split(split)
-    parts = zip(*(x.split(split) for x in by_token), saved, of_saved, of_grad, strict=True)
-    for *tokens, part_dx, part_of_weights, gate_up, gate_up_scales, grad_scale_inv in parts:
+    cut = inputs.grad, inputs.top_k_index, inputs.top_k_weights, dx, of_weights
+    saved = inputs.gate_up, inputs.gate_up_scale_inv, inputs.grad_scale_inv
+    for *tokens, part_dx, part_of_weights, rows, row_scales, grad_scales in split(
+        num_parts, len(inputs.grad), *cut, *saved
+    ):
         part = inputs._replace(
             grad=tokens[0],
             top_k_index=tokens[1],
             top_k_weights=tokens[2],
-            gate_up=gate_up,
-            gate_up_scale_inv=gate_up_scales,
-            grad_scale_inv=grad_scale_inv,
+            gate_up=rows,
+            gate_up_scale_inv=row_scales,
+            grad_scale_inv=grad_scales,
         )
-        _launch_parts(check, part, weights, part_dx, part_of_weights)
+        _launch(check, part, weights, part_dx, part_of_weights)
 
 
-def _sizes_of(inputs: "ExpertsBackwardInputs") -> Sizes:
+def sizes_of(inputs: "ExpertsBackwardInputs") -> Sizes:
+    """The sizes of a layer, and of all its tokens."""
     (num_tokens, top_k), (e, h, i) = inputs.top_k_index.shape, inputs.down_proj.shape
     return Sizes(num_tokens, top_k, e, h, i, False, inputs.num_global_experts)
 
@@ -177,7 +155,7 @@ def _prepare(
     dx_alignment: int,
     combine: Combine | None,
 ) -> Launches:
-    sizes, limit = _sizes_of(inputs), inputs.swiglu_limit
+    sizes, limit = sizes_of(inputs), inputs.swiglu_limit
     device_index = inputs.grad.get_device()
     down, down_scales, gate_up, gate_up_scales = weights
     shape = sizes.num_tokens, sizes.hidden_size
@@ -203,6 +181,33 @@ def _prepare(
         ),
     )
     return prepare_launches(r, device_index)
+
+
+def experts_backward_record(sizes: Sizes) -> Record:
+    """The record of a backward of contiguous BF16 gradients, from what was saved in BF16."""
+    num_tokens, top_k, e, h, i, *_ = sizes
+    r = Record(ANY_TARGET, _INPUTS)
+    describe_experts_backward(
+        r,
+        sizes,
+        grad=Tensor.contiguous("grad", num_tokens, h),
+        grad_scales=None,
+        choices=Choices(
+            Tensor.contiguous("ids", num_tokens, top_k, dtype=torch.int64),
+            Tensor.contiguous("scores", num_tokens, top_k, dtype=torch.float32),
+        ),
+        saved=Tensor.contiguous("saved", num_tokens * top_k, 2, i),
+        saved_scales=None,
+        weights=TransposedWeights(
+            Codes.contiguous("down", e, i, h),
+            Codes.contiguous("gate_up", e, h, 2 * round_up(i, BLOCK)),
+        ),
+        dx=Tensor.contiguous("dx", num_tokens, h),
+        limit=math.inf,
+        expert_offset=0,
+        combine=None,
+    )
+    return r
 
 
 def describe_experts_backward(

@@ -21,10 +21,10 @@ from typing import cast
 
 import torch
 
-from ..kernels.common.blocks import TMA_BYTES, ceil_div
+from ..kernels.common.blocks import TMA_BYTES
 from ..kernels.common.prepared import Launches, layout_of
 from ..kernels.gemm.launch import GateUp
-from ..kernels.gemm.tuned import target_of
+from ..kernels.gemm.tuned import ANY_TARGET, target_of
 from ..kernels.jit import current_driver
 from ..kernels.program import (
     Codes,
@@ -38,8 +38,19 @@ from ..kernels.program import (
 from ..routing.combine_launch import describe_combine
 from ..routing.dispatch_launch import describe_dispatch
 from .expert_configs import Sizes, experts_configs, matrix_of, saving_config
-from .expert_parts import Choices, Combine, ExpertWeights, describe_rows_gemm, results_layout
-from .workspace import Projections, Weights, fitting_weights, num_parts_of, split_weights
+from .expert_parts import (
+    Choices,
+    Combine,
+    ExpertWeights,
+    Projections,
+    Weights,
+    describe_rows_gemm,
+    fitting_weights,
+    results_layout,
+    split_weights,
+)
+from .experts_backward_launch import experts_backward_record
+from .parts import parts_of, split
 
 _OP = "experts"
 Tokens = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # hidden states, choices, their scores
@@ -152,15 +163,11 @@ def _launch_parts(
         whole = x.contiguous(), ids, scores
         launch_experts(check, whole, projections, options, addend, y, gate_up, x_scale_inv)
     else:
-        split = ceil_div(x.shape[0], num_parts)
-        parts = list(zip(*(z.split(split) for z in tokens), strict=True))
-        none = [None] * len(parts)
-        addends = none if addend is None else addend.split(split)
-        saved = none if gate_up is None else gate_up.split(split * ids.shape[1])
-        scales = none if x_scale_inv is None else x_scale_inv.split(split)
-        others = addends, y.split(split), saved, scales
-        for part, *rest in zip(parts, *others, strict=True):
-            launch_experts(check, cast(Tokens, part), projections, options, *rest)
+        for *part, added, some_y, saved, scales in split(
+            num_parts, len(x), *tokens, addend, y, gate_up, x_scale_inv
+        ):
+            some = cast(Tokens, tuple(part))
+            launch_experts(check, some, projections, options, added, some_y, saved, scales)
 
 
 def _prepare(
@@ -180,14 +187,14 @@ def _prepare(
     sizes = Sizes(*layer, masked, num_global_experts)
     if 0 in layer:
         return _Prepared(0)
-    num_parts = num_parts_of(sizes, has_backward=saves)
+    num_parts = num_parts_of(sizes, saves=saves)
     is_copied = (x.stride(1) != 1 and h > 1) or (addend is not None and not addend.is_contiguous())
     if num_parts > 1 or is_copied:
         if combine is not None:
             raise ValueError(f"{_OP}: what combine brings elsewhere must be computed in one part")
         return _Prepared(num_parts)
-    split = split_weights(projections)
-    fitting = fitting_weights(split)
+    halves = split_weights(projections)
+    fitting = fitting_weights(halves)
     device_index = x.get_device()
     r = Record(target_of(device_index), INPUTS)
     describe_experts(
@@ -205,11 +212,34 @@ def _prepare(
     )
     return _Prepared(
         1,
-        up=split.up.data_ptr() - split.gate.data_ptr(),
-        up_scales=split.up_scale_inv.data_ptr() - split.gate_scale_inv.data_ptr(),
-        fits=all(a is b for a, b in zip(fitting, split, strict=True)),
+        up=halves.up.data_ptr() - halves.gate.data_ptr(),
+        up_scales=halves.up_scale_inv.data_ptr() - halves.gate_scale_inv.data_ptr(),
+        fits=all(a is b for a, b in zip(fitting, halves, strict=True)),
         launches=prepare_launches(r, device_index),
     )
+
+
+def num_parts_of(sizes: Sizes, *, saves: bool) -> int:
+    """In how many parts a forward is computed, 0 if there is nothing to compute.
+
+    saves: a backward follows, which has the same parts.
+    """
+    return parts_of(sizes, experts_record, *([experts_backward_record] if saves else []))
+
+
+def experts_record(sizes: Sizes) -> Record:
+    """The record of a forward of contiguous BF16 tokens."""
+    num_tokens, top_k, e, h, i, *_ = sizes
+    r = Record(ANY_TARGET, INPUTS)
+    choices = Choices(
+        Tensor.contiguous("ids", num_tokens, top_k, dtype=torch.int64),
+        Tensor.contiguous("scores", num_tokens, top_k, dtype=torch.float32),
+    )
+    gate, up = (Codes.contiguous(name, e, i, h) for name in ("gate", "up"))
+    weights = ExpertWeights(gate, up, Codes.contiguous("down", e, h, i))
+    x, y = (Tensor.contiguous(name, num_tokens, h) for name in ("x", "y"))
+    describe_experts(r, sizes, x, choices, weights, y)
+    return r
 
 
 def weights_layout(weights: Weights) -> ExpertWeights:

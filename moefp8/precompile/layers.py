@@ -11,7 +11,7 @@ from torch import nn
 
 from ..kernels import E4M3
 from ..kernels.common.checks import FLOATS
-from ..kernels.gemm.tuned import ConfigSource, config_source_of
+from ..kernels.gemm.tuned import DEFAULT_SMS, ConfigSource, config_source_of
 from ..kernels.jit import JitError, Kernel, compile_kernels, current_driver, keep_kernels
 from ..layers import FP8Linear, GroupedExperts, TopKRouter
 from ..layers.module import FixedDtypeModule, check_dtype
@@ -36,7 +36,6 @@ from .variants import (
     TrainedLinear,
 )
 
-DEFAULT_SMS = 132  # H100 SXM, H200 and GH200 have so many; an H100 PCIe has 114, an H20 78
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _OPS = {"softmax": "softmax_topk", "sigmoid": "sigmoid_group_topk"}
 

@@ -15,7 +15,6 @@ from moefp8.functional.expert_configs import Sizes
 from moefp8.functional.experts import experts
 from moefp8.functional.feed_forward import feed_forward
 from moefp8.functional.linear import fp8_linear
-from moefp8.functional.workspace import forward_bytes
 from moefp8.kernels.gemm.config import GroupLayout
 from moefp8.kernels.gemm.k_grouped import KGroupedInputs, k_grouped_gemm
 from moefp8.kernels.gemm.operands import Operands
@@ -25,6 +24,7 @@ from moefp8.quant.each import quantize_128x128_each_into
 from moefp8.testing import assert_matches_reference, row_errors
 from tests import naive
 from tests.functional.cases import ids_here
+from tests.functional.experts.records import forward_bytes
 from tests.fuzz import cases as fuzz
 from tests.fuzz import judges
 from tests.fuzz import layers as fuzz_layers

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from moefp8.functional.expert_configs import Sizes
-from moefp8.functional.workspace import forward_bytes
 from moefp8.kernels import jit
 from tests.functional.cases import inputs, run, weights_of
+from tests.functional.experts.records import forward_bytes
 from tests.gpu import NEEDS_GPU, bytes_of_processes
 from tests.kernels.leaks import Mix, resident_bytes
 from tests.kernels.ruin import full_memory

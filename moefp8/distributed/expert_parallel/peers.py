@@ -12,8 +12,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...functional.experts import ExpertsInputs, launch_combining, runs_as_a_whole
-from ...functional.experts_backward import ExpertsBackwardInputs, launch_combining_gradients
-from ...functional.experts_backward_launch import runs_as_a_whole as runs_backward_as_a_whole
+from ...functional.experts_backward import (
+    ExpertsBackwardInputs,
+    gradients_run_as_a_whole,
+    launch_combining_gradients,
+)
 from ...kernels.common.blocks import E4M3, MIN_AMAX, MIN_GRADIENT_AMAX, num_blocks
 from ...kernels.jit import current_driver
 from .agreement import Call
@@ -112,7 +115,7 @@ class PeerExchange:
     def experts_backward(self, inputs: ExpertsBackwardInputs) -> tuple[torch.Tensor, torch.Tensor]:
         """The last kernel gives gradients back, as that of `experts` gives results."""
         h, (num_tokens, top_k) = self._sizes.hidden_size, self._choices.shape
-        if h % 8 or not runs_backward_as_a_whole(inputs):
+        if h % 8 or not gradients_run_as_a_whole(inputs):
             return run_experts_backward(self, inputs)
         size = num_tokens * (2 * h + 4 * top_k)
         both = self._choices.new_empty(size, dtype=torch.uint8)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...kernels.common.blocks import E4M3, ceil_div
+from ...kernels.common.blocks import E4M3
 from ...kernels.common.registry import register_inputs
 from ...quant.block_scaled import BlockScaled, dequantize
 from ...quant.quantize import quantize_1x128
@@ -20,12 +20,15 @@ from ..autograd import first_order, records
 from ..expert_configs import Sizes
 from ..experts import experts, experts_saving
 from ..experts_backward import check_saved_dtype
+from ..experts_backward_launch import experts_backward_record
+from ..experts_launch import experts_record
 from ..grouped_bf16 import grouped_outer
+from ..parts import parts_of, split
 from ..swiglu import empty_gate_up
 from ..swiglu_rows import SwigluGradients, swiglu_rows, swiglu_rows_backward
-from ..workspace import num_parts_of
 from . import main_grad
 from .experts_backward import trained_dgrad, trained_experts_backward
+from .experts_backward_launch import trained_backward_record
 from .linear import Wgrad, as_written
 from .rows import quantized_rows, tokens_of_rows
 from .weights import codes_of
@@ -278,17 +281,15 @@ def routed_experts(
     (num_tokens, top_k), (e, h, i) = ids.shape, down_proj.shape
     sizes = Sizes(num_tokens, top_k, e, h, i, False)
     trains = wgrad != "bf16" and (gate_up_proj.requires_grad or down_proj.requires_grad)
-    num_parts = num_parts_of(sizes, has_backward=True, trains=trains)
+    backward = trained_backward_record if trains else experts_backward_record
+    num_parts = parts_of(sizes, experts_record, backward)
     if num_parts <= 1:
         if parts is not None:
             parts.add()
         y = _TrainedExperts.apply(saved_dtype, wgrad, trusts, parts, *inputs)
         return y
-    size = ceil_div(num_tokens, num_parts)
     if parts is None and any(map(main_grad.overwrites, (gate_up_proj, down_proj))):
         parts = _Parts()
-    addends = [None] * num_parts if addend is None else addend.split(size)
-    of_parts = zip(x.split(size), ids.split(size), scores.split(size), addends, strict=False)
     return torch.cat(
         [
             routed_experts(
@@ -299,6 +300,6 @@ def routed_experts(
                 trusts=trusts,
                 parts=parts,
             )
-            for *tokens, added in of_parts
+            for *tokens, added in split(num_parts, num_tokens, x, ids, scores, addend)
         ]
     )

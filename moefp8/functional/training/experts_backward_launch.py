@@ -16,6 +16,7 @@ None waits for the host, and all that lies between them is in one workspace.
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ from ...kernels.common.blocks import BLOCK, MIN_GRADIENT_AMAX, TMA_BYTES, num_bl
 from ...kernels.common.prepared import Launches, layout_of
 from ...kernels.gemm.k_grouped.config import Output, choose_config
 from ...kernels.gemm.k_grouped.launch import describe_k_grouped
-from ...kernels.gemm.tuned import target_of
+from ...kernels.gemm.tuned import ANY_TARGET, target_of
 from ...kernels.jit import current_driver
 from ...kernels.program import Codes, Place, Record, Tensor, layouts, prepare_launches
 from ...quant.columns import column_codes, num_column_blocks
@@ -121,6 +122,35 @@ def _prepare(tensors: Tensors, num_experts: int, options: Options) -> Launches:
     r = Record(target_of(device_index), Tensors._fields)
     _Backward(r, sizes, options, layouts(**tensors._asdict())).describe()
     return prepare_launches(r, device_index)
+
+
+def trained_backward_record(sizes: Sizes) -> Record:
+    """The record of a backward with all gradients, of contiguous BF16 tensors."""
+    num_tokens, top_k, e, h, i, *_ = sizes
+    fp32, padded = torch.float32, 2 * round_up(i, BLOCK)
+    (down, down_scales), (gate_up, gate_up_scales) = (
+        Codes.contiguous("down", e, i, h),
+        Codes.contiguous("gate_up_proj", e, h, padded),
+    )
+    of = {
+        "grad": Tensor.contiguous("grad", num_tokens, h),
+        "hidden_states": Tensor.contiguous("hidden_states", num_tokens, h),
+        "ids": Tensor.contiguous("ids", num_tokens, top_k, dtype=torch.int64),
+        "weights": Tensor.contiguous("weights", num_tokens, top_k, dtype=fp32),
+        "gate_up": Tensor.contiguous("gate_up", num_tokens * top_k, 2, i),
+        "gate_up_scale_inv": None,
+        "down": down,
+        "down_scale_inv": replace(down_scales, place=Place("down_scale_inv")),
+        "gate_up_proj": gate_up,
+        "gate_up_proj_scale_inv": replace(gate_up_scales, place=Place("gate_up_proj_scale_inv")),
+        "of_down": Tensor.contiguous("of_down", e, h, i, dtype=fp32),
+        "of_gate_up": Tensor.contiguous("of_gate_up", e, 2 * i, h, dtype=fp32),
+        "dx": Tensor.contiguous("dx", num_tokens, h),
+    }
+    r = Record(ANY_TARGET, Tensors._fields)
+    options = Options(None, 0, None, blocks=False, accumulate=(False, False))
+    _Backward(r, sizes, options, of).describe()
+    return r
 
 
 class _Backward:

@@ -111,6 +111,11 @@ def config_source_of(device_index: int) -> ConfigSource:
     return ConfigSource(num_sms, all_sms, measured(device_index))
 
 
+DEFAULT_SMS = 132  # H100 SXM, H200 and GH200 have so many; an H100 PCIe has 114, an H20 78
+# What a record is described for where no GPU is meant.
+ANY_TARGET = Target(ARCHITECTURE, DEFAULT_SMS, ConfigSource(DEFAULT_SMS, DEFAULT_SMS))
+
+
 def target_of(device_index: int) -> Target:
     """A GPU of this machine, with the configs that hold for it now."""
     num_sms = current_driver().num_sms(device_index)

@@ -56,6 +56,12 @@ class Tensor:
         alignment = gcd(x.data_ptr(), TMA_BYTES)
         return cls(tuple(x.shape), x.stride(), x.dtype, Place(name), alignment)
 
+    @classmethod
+    def contiguous(cls, name: str, *shape: int, dtype: torch.dtype = torch.bfloat16) -> "Tensor":
+        """A contiguous input of a call."""
+        strides = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
+        return cls(shape, strides, dtype, Place(name))
+
     @property
     def ndim(self) -> int:
         return len(self.shape)
@@ -105,6 +111,15 @@ class Codes(NamedTuple):
     def of(cls, data: torch.Tensor, scale_inv: torch.Tensor, name: str) -> "Codes":
         """Those of the inputs `name` and `name_scales` of a call."""
         return cls(Tensor.of(data, name), Tensor.of(scale_inv, f"{name}_scales"))
+
+    @classmethod
+    def contiguous(cls, name: str, *shape: int) -> "Codes":
+        """Weights [..., N, K] in rows of whole 16 bytes, and scales, the inputs of a call."""
+        *batch, n, k = shape
+        data = Tensor.contiguous(name, *batch, n, round_up(k, TMA_BYTES), dtype=E4M3)
+        blocks = num_blocks(n), num_blocks(k)
+        scales = Tensor.contiguous(f"{name}_scales", *batch, *blocks, dtype=torch.float32)
+        return cls(replace(data, shape=shape), scales)
 
     def first(self) -> "Codes":
         return Codes(self.data.first(), self.scale_inv.first())

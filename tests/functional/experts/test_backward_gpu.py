@@ -9,9 +9,9 @@ import gc
 import pytest
 import torch
 
-from moefp8.functional import expert_parts, experts_launch, workspace
+from moefp8.functional import expert_parts, experts_launch
+from moefp8.functional import parts as parts_room
 from moefp8.functional.expert_configs import Sizes
-from moefp8.functional.workspace import backward_bytes, forward_bytes
 from moefp8.kernels import set_num_sms
 from moefp8.testing import assert_matches_reference
 from tests.functional.cases import (
@@ -36,6 +36,7 @@ from tests.functional.experts.backward_cases import (
     rows_of_body,
     saving,
 )
+from tests.functional.experts.records import backward_bytes, forward_bytes
 from tests.functional.gpu_cases import E, H, I, K, poison
 from tests.gpu import NEEDS_GPU, no_synchronisation, slow
 from tests.kernels.gemm.cases import choosing
@@ -301,7 +302,7 @@ def test_parts_equal_the_whole(layer, monkeypatch, new_driver, fp8):
     sizes = Sizes(777, K, E, H, I, False)
     size = max(forward_bytes(sizes), backward_bytes(sizes))
     for parts in (2, 5, 40, 10_000):
-        monkeypatch.setattr(workspace, "MAX_WORKSPACE_BYTES", size // parts)
+        monkeypatch.setattr(parts_room, "MAX_WORKSPACE_BYTES", size // parts)
         new_driver.prepared().clear()
         assert_same(both(made, fp8)[1], expected, parts)
 

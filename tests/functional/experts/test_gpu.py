@@ -7,9 +7,9 @@ import torch
 
 import moefp8
 from moefp8 import GroupedExperts
-from moefp8.functional import expert_parts, workspace
+from moefp8.functional import expert_parts
+from moefp8.functional import parts as parts_room
 from moefp8.functional.expert_configs import Sizes
-from moefp8.functional.workspace import forward_bytes
 from moefp8.kernels import set_num_sms
 from tests.functional.cases import (
     EXPERTS_FAMILIES,
@@ -22,6 +22,7 @@ from tests.functional.cases import (
     tokens_of,
     weights_of,
 )
+from tests.functional.experts.records import forward_bytes
 from tests.functional.gpu_cases import E, H, I, K, inputs, poison
 from tests.gpu import NEEDS_GPU, no_synchronisation, slow
 from tests.kernels.gemm.cases import choosing
@@ -256,7 +257,7 @@ def test_parts_equal_the_whole(layer, monkeypatch, new_driver, masked):
     expected = run(*arguments, layer, None, masked)
     size = forward_bytes(Sizes(777, K, E, H, I, masked))
     for parts in (2, 5, 40):
-        monkeypatch.setattr(workspace, "MAX_WORKSPACE_BYTES", size // parts)
+        monkeypatch.setattr(parts_room, "MAX_WORKSPACE_BYTES", size // parts)
         new_driver.prepared().clear()
         assert torch.equal(run(*arguments, layer, None, masked), expected)
 
@@ -283,7 +284,7 @@ def test_an_addend_is_added_as_it_would_be_behind(
         assert torch.equal(run(*arguments), y)
     size = forward_bytes(Sizes(num_tokens, K, E, h, i, masked))
     for parts in (2, 5):
-        monkeypatch.setattr(workspace, "MAX_WORKSPACE_BYTES", size // parts)
+        monkeypatch.setattr(parts_room, "MAX_WORKSPACE_BYTES", size // parts)
         new_driver.prepared().clear()
         assert torch.equal(run(*arguments, addend=addend), y + addend)
 

@@ -3,11 +3,10 @@
 import pytest
 import torch
 
-from moefp8.functional import workspace
+from moefp8.functional import parts as parts_room
 from moefp8.functional.expert_configs import Sizes
 from moefp8.functional.experts import ExpertsInputs, experts, experts_saving
 from moefp8.functional.experts_backward import experts_backward, routed_experts
-from moefp8.functional.workspace import forward_bytes
 from moefp8.kernels import E4M3
 from moefp8.routing import dispatch_launch
 from tests.functional.cases import tokens_of, weights_of
@@ -20,6 +19,7 @@ from tests.functional.experts.quantized_cases import (
     case_of,
     forward,
 )
+from tests.functional.experts.records import forward_bytes
 from tests.gpu import same_bits
 from tests.routing.cases import CODE_PLACES, SCALE_PLACES
 
@@ -124,7 +124,7 @@ def test_many_codes_go_in_parts(gpu, monkeypatch, masked, num_tokens, scale_plac
     codes, addend = Codes(scale_place=SCALE_PLACES[scale_place]), tokens_of(num_tokens, 144)
     size = forward_bytes(Sizes(num_tokens, 2, 4, 144, 272, masked))
     for parts in (2, 5):
-        monkeypatch.setattr(workspace, "MAX_WORKSPACE_BYTES", size // parts)
+        monkeypatch.setattr(parts_room, "MAX_WORKSPACE_BYTES", size // parts)
         gpu.prepared().clear()
         gpu.launched.clear()
         y = forward(made, codes, masked, addend)

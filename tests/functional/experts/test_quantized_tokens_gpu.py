@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from moefp8.functional import workspace
+from moefp8.functional import parts as parts_room
 from moefp8.functional.expert_configs import Sizes
-from moefp8.functional.workspace import forward_bytes
 from tests.functional.cases import tokens_of
 from tests.functional.experts.backward_cases import Case, case
 from tests.functional.experts.quantized_cases import (
@@ -17,6 +16,7 @@ from tests.functional.experts.quantized_cases import (
     case_of,
     forward,
 )
+from tests.functional.experts.records import forward_bytes
 from tests.functional.gpu_cases import E, H, I, K, poison
 from tests.gpu import NEEDS_GPU, no_synchronisation, same_bits, slow
 from tests.routing.cases import CODE_PLACES, SCALE_PLACES
@@ -92,7 +92,7 @@ def test_parts_equal_the_whole(layer, monkeypatch, new_driver, masked):
     expected, gradients = forward(made, Floats(), masked), backward(made, Floats())
     size = forward_bytes(Sizes(777, K, E, H, I, masked))
     for parts in (2, 5, 40):
-        monkeypatch.setattr(workspace, "MAX_WORKSPACE_BYTES", size // parts)
+        monkeypatch.setattr(parts_room, "MAX_WORKSPACE_BYTES", size // parts)
         new_driver.prepared().clear()
         for scale_place in SCALE_PLACES.values() if parts == 2 else [SCALE_PLACES["own"]]:
             if scale_place is not SCALE_PLACES["one row"]:

@@ -8,9 +8,9 @@ import torch
 
 from moefp8 import GroupedExperts
 from moefp8.functional.expert_configs import Sizes
-from moefp8.functional.workspace import forward_bytes
 from moefp8.testing import assert_matches_reference
 from tests.functional.cases import Weights, body, run, weights_of
+from tests.functional.experts.records import forward_bytes
 from tests.functional.gpu_cases import E, H, I, K, inputs
 from tests.gpu import NEEDS_GPU, NEEDS_TWO_GPUS, no_synchronisation
 from tests.kernels.gemm.cases import choosing

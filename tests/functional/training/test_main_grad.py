@@ -174,7 +174,7 @@ def test_parts_of_a_call_overwrite_once(wgrad, overwrites, monkeypatch):
     found = []
     for in_order in ([1], [3, 1, 1, 1], [2, 2, 1, 1, 1]):  # one of two parts is split again
         split = iter(in_order * 2)
-        monkeypatch.setattr(experts, "num_parts_of", lambda *_, n=split, **__: next(n))
+        monkeypatch.setattr(experts, "parts_of", lambda *_, n=split: next(n))
         layer = make_layer("experts", wgrad, overwrite_main_grad=overwrites)
         for x in main_grads(layer):
             x.fill_(7)
