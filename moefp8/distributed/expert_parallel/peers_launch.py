@@ -285,7 +285,9 @@ def describe_give_back(
 
     num_tokens: T. returning_at: as in `describe_push`. state: of the group's `PeerMemory`.
     """
-    first, end = (r * sizes.num_experts // member.num_ranks for r in (member.rank, member.rank + 1))
+    first, end = (
+        rank * sizes.num_experts // member.num_ranks for rank in (member.rank, member.rank + 1)
+    )
     unit = _unit_of(y.alignment, sizes.hidden_size * 2)
     arguments = {
         "ranks": {"state": state, **member._asdict()},

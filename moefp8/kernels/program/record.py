@@ -219,7 +219,7 @@ def _pack(structure: Any, arguments: Arguments, begin: int, addresses: list[Addr
             addresses.append(Address(begin + member.offset, value, is_written))
         elif kind is dict:
             _pack(getattr(structure, name), value, begin + member.offset, addresses)
-        elif kind is list:
+        elif kind is list or kind is tuple:
             array = getattr(structure, name)
             size = member.size // len(array)
             for i, each in enumerate(value):
