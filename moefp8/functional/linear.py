@@ -4,11 +4,14 @@ Its gradient in x is the same with the transposed weight, dX = dY W: dY is quant
 with 128x128 blocks the codes and scales of W^T are those of W.
 """
 
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
-from ..kernels.common.blocks import E4M3, MIN_AMAX, MIN_GRADIENT_AMAX, num_blocks
+from ..kernels.common.blocks import E4M3, MIN_AMAX, MIN_GRADIENT_AMAX, TMA_BYTES, num_blocks
 from ..kernels.common.checks import (
     FLOATS,
     check_bias,
@@ -23,9 +26,18 @@ from ..kernels.common.tma_operands import fits
 from ..kernels.gemm.dense import DenseInputs, block_scaled_matmul, launch_dense
 from ..kernels.gemm.launch import describe_gemm
 from ..kernels.gemm.operands import check_sizes
-from ..kernels.gemm.tuned import target_of
-from ..kernels.jit import current_driver
-from ..kernels.program import Codes, Place, Record, Tensor, layouts, prepare_launches
+from ..kernels.gemm.tuned import dense_config, target_of
+from ..kernels.jit import Kernel, current_driver
+from ..kernels.program import (
+    Codes,
+    Record,
+    Span,
+    Target,
+    Tensor,
+    kernels_of,
+    layouts,
+    prepare_launches,
+)
 from ..quant.numerics import quantize_1x128
 from ..quant.quantize import launch_quantize_1x128
 from ..quant.quantize_launch import describe_quantize
@@ -128,13 +140,63 @@ def _prepare(inputs: LinearInputs, min_amax: float) -> Launches:
     check_sizes(_OP, m, n, k)
     device_index = x.get_device()
     r = Record(target_of(device_index), _INPUTS)
-    config = r.target.configs.dense(m, n, k, batch_invariant)
-    rows = r.codes("rows", (1, m, k)).first()
-    describe_quantize(r, Tensor.of(x, "x"), rows, None, min_amax=min_amax)
-    weights = Codes.of(weight, weight_scale_inv, "weight")
-    y = Tensor((m, n), (n, 1), torch.bfloat16, Place("y"))
-    describe_gemm(r, config, rows, weights, y, m, **layouts(bias=bias))
+    describe_linear(
+        r,
+        Tensor.of(x, "x"),
+        Codes.of(weight, weight_scale_inv, "weight"),
+        Tensor.contiguous("y", m, n),
+        **layouts(bias=bias),
+        batch_invariant=batch_invariant,
+        min_amax=min_amax,
+    )
     return prepare_launches(r, device_index)
+
+
+def describe_linear(
+    r: Record,
+    x: Tensor,
+    weights: Codes,
+    y: Tensor,
+    *,
+    bias: Tensor | None = None,
+    batch_invariant: bool = False,
+    min_amax: float = MIN_AMAX,
+) -> None:
+    """Quantize x [M, K], then write y, bf16 [M, N], its product with weights [N, K]."""
+    (m, k), n = x.shape, y.shape[1]
+    config = dense_config(r, m, n, k, batch_invariant)
+    rows = r.codes("rows", (1, m, k)).first()
+    describe_quantize(r, x, rows, None, min_amax=min_amax)
+    describe_gemm(r, config, rows, weights, y, m, bias=bias)
+
+
+def linear_kernels(
+    target: Target,
+    most_tokens: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    *,
+    bias: torch.dtype | None = None,
+    batch_invariant: bool = False,
+) -> Iterator[Kernel]:
+    """The kernels of a linear with weights [N, K] for up to so many tokens, aligned or not."""
+
+    def describe(span: Span, alignment: int) -> Record:
+        r = Record(target, _INPUTS, span=span)
+        x = Tensor.contiguous("x", span.first, k, dtype=dtype)
+        describe_linear(
+            r,
+            replace(x, alignment=alignment),
+            Codes.contiguous("weight", n, k),
+            Tensor.contiguous("y", span.first, n),
+            bias=None if bias is None else Tensor.contiguous("bias", n, dtype=bias),
+            batch_invariant=batch_invariant,
+        )
+        return r
+
+    for alignment in (TMA_BYTES, dtype.itemsize):
+        yield from kernels_of(partial(describe, alignment=alignment), most_tokens)
 
 
 fp8_linear = register_inputs(_OP, LinearInputs, "Tensor", cpu=_body, fake=_allocate, hopper=_launch)

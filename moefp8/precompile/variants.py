@@ -19,6 +19,7 @@ from ..functional.expert_configs import (
     all_gate_up_configs,
     saving_config,
 )
+from ..functional.linear import linear_kernels
 from ..functional.training import swiglu_columns_launch
 from ..kernels.common.blocks import BLOCK, E4M3, round_up
 from ..kernels.gemm import call
@@ -27,16 +28,18 @@ from ..kernels.gemm.heuristic import deciding_sizes
 from ..kernels.gemm.k_grouped import launch as k_grouped_launch
 from ..kernels.gemm.launch import kernel_of
 from ..kernels.gemm.tuned import ConfigSource
-from ..kernels.jit import Kernel
+from ..kernels.jit import ARCHITECTURE, Kernel
+from ..kernels.program import Target
 from ..quant import both_launch, columns_launch, quantize_launch, transpose_launch
 from ..routing import (
     combine_launch,
     dispatch_launch,
-    logits_launch,
     plan_launch,
     top_k_backward_launch,
     top_k_launch,
 )
+from ..routing.route import route_kernels
+from ..routing.route_backward import route_backward_kernels
 
 
 class Demand(NamedTuple):
@@ -52,6 +55,10 @@ class Demand(NamedTuple):
     dtypes: frozenset[torch.dtype]
     configs: ConfigSource
     backward: bool = False
+
+    @property
+    def target(self) -> Target:
+        return Target(ARCHITECTURE, self.configs.all_sms, self.configs)
 
     def taking(self, dtypes: frozenset[torch.dtype] | None) -> "Demand":
         """The same for activations of these dtypes, if they are given."""
@@ -96,13 +103,16 @@ class Linear(NamedTuple):
     def kernels(self, demand: Demand) -> Iterator[Kernel]:
         demand = demand.taking(self.takes)
         if self.n and self.k:
-            yield from demand.quantize_kernels(self.k)
-            is_invariant = self.batch_invariant
-            yield from demand.dense_kernels(self.n, self.k, self.bias, batch_invariant=is_invariant)
+            given, is_invariant = (demand.target, demand.max_tokens), self.batch_invariant
+            for dtype in demand.dtypes:
+                yield from linear_kernels(
+                    *given, self.n, self.k, dtype, bias=self.bias, batch_invariant=is_invariant
+                )
             if demand.backward:
                 yield from transpose_launch.needed_kernels(self.k)
-                yield from demand.quantize_rows(torch.bfloat16, demand.max_tokens, self.n)
-                yield from demand.dense_kernels(self.k, self.n, batch_invariant=is_invariant)
+                yield from linear_kernels(
+                    *given, self.k, self.n, torch.bfloat16, batch_invariant=is_invariant
+                )
 
 
 class Master(NamedTuple):
@@ -388,23 +398,20 @@ class Router(NamedTuple):
     hidden_size: int
 
     def kernels(self, demand: Demand) -> Iterator[Kernel]:
-        num_experts, h = self.num_experts, self.hidden_size
-        if num_experts > top_k_launch.MAX_EXPERTS:
+        sizes, by_sigmoid = (self.num_experts, self.hidden_size), self.op == "sigmoid_group_topk"
+        if self.num_experts > top_k_launch.MAX_EXPERTS:
             return
-        yield from self._of_choice(demand)
-        if torch.bfloat16 in demand.dtypes and h:
-            num_sms = demand.configs.all_sms
-            tiles = logits_launch.needed_tiles(demand.max_tokens, num_experts, h, num_sms)
-            yield from map(logits_launch.kernel_of, tiles)
-            for parts in {tile.parts_of_group for tile in tiles}:
-                yield from self._of_choice(demand, parts)
-
-    def _of_choice(self, demand: Demand, parts_of_group: int = 0) -> Iterator[Kernel]:
-        given = self.num_experts, torch.float32, parts_of_group
-        yield top_k_launch.kernel_of(self.op, *given)
+        yield top_k_launch.kernel_of(self.op, self.num_experts)  # of logits in FP32
         if demand.backward:
-            by_sigmoid = self.op == "sigmoid_group_topk"
-            yield top_k_backward_launch.kernel_of(*given, by_sigmoid=by_sigmoid)
+            yield top_k_backward_launch.kernel_of(
+                self.num_experts, torch.float32, by_sigmoid=by_sigmoid
+            )
+        if torch.bfloat16 in demand.dtypes and self.hidden_size:
+            yield from route_kernels(demand.target, demand.max_tokens, self.op, *sizes)
+            if demand.backward:
+                yield from route_backward_kernels(
+                    demand.target, demand.max_tokens, *sizes, by_sigmoid=by_sigmoid
+                )
 
 
 Layer = (

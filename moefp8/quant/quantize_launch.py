@@ -37,11 +37,16 @@ _THREADS_PER_SM = 2048
 
 def cut_1x128(num_rows: int, num_k_blocks: int, num_sms: int) -> Cut:
     """The cut for `num_rows` rows, of all matrices together."""
-    num_threads = num_rows * num_k_blocks * _FEW_ROWS.lanes
-    if num_threads > num_sms * _THREADS_PER_SM:
+    if num_rows > most_few_rows(num_k_blocks, num_sms):
         return _MANY_ROWS
+    num_threads = num_rows * num_k_blocks * _FEW_ROWS.lanes
     share = round_up(ceil_div(num_threads, num_sms), 32)
     return _FEW_ROWS._replace(threads=min(_FEW_ROWS.threads, share))
+
+
+def most_few_rows(num_k_blocks: int, num_sms: int) -> int:
+    """So many rows at most have `_FEW_ROWS`."""
+    return num_sms * _THREADS_PER_SM // (num_k_blocks * _FEW_ROWS.lanes)
 
 
 def kernel_of(cut: Cut, dtype: torch.dtype, vectorized: bool) -> Kernel:
@@ -125,7 +130,10 @@ def describe_quantize(
     matrix_bytes, row_bytes = x.bytes_of_stride(0), x.bytes_of_stride(1)
     num_k_blocks = num_blocks(k)
     if cut is None:
-        cut = cut_1x128(num_matrices * num_rows, num_k_blocks, r.target.num_sms)
+        all_rows, num_sms = num_matrices * num_rows, r.target.num_sms
+        cut = cut_1x128(all_rows, num_k_blocks, num_sms)
+        if cut.rows == _FEW_ROWS.rows:
+            r.hold(all_rows, lambda _: most_few_rows(num_k_blocks, num_sms))
     num_row_tiles = ceil_div(num_rows, cut.rows)
     num_tiles = num_matrices * num_row_tiles * num_k_blocks
     if max(num_tiles, num_rows) > _MAX_TILES:

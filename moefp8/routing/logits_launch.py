@@ -73,12 +73,6 @@ def choose_tile(num_tokens: int, num_experts: int, hidden_size: int, num_sms: in
     return min(TILES, key=microseconds)
 
 
-def needed_tiles(max_tokens: int, num_experts: int, hidden_size: int, num_sms: int) -> set[Tile]:
-    """The tiles for 1 to `max_tokens` tokens."""
-    sizes = range(1, max_tokens + 1)
-    return {choose_tile(m, num_experts, hidden_size, num_sms) for m in sizes}
-
-
 def takes(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether the kernel can multiply them, or copies that TMA can address."""
     return (
@@ -118,6 +112,13 @@ def describe_logits(r: Record, x: Tensor, weight: Tensor) -> Sums:
     (num_tokens, hidden_size), num_experts = x.shape, weight.shape[0]
     num_sms = r.target.num_sms
     tile = choose_tile(num_tokens, num_experts, hidden_size, num_sms)
+
+    def largest(most: int) -> int:
+        others = range(num_tokens + 1, most + 1)
+        sizes = (num_experts, hidden_size, num_sms)
+        return next((m for m in others if choose_tile(m, *sizes) != tile), most + 1) - 1
+
+    r.hold(num_tokens, largest)
     num_parts = tile.num_parts(hidden_size)
     num_items = tile.num_items(num_tokens, num_experts, hidden_size)
     sums = r.buffer("sums", 4 * num_parts * num_tokens * num_experts)

@@ -3,6 +3,7 @@
 T tokens, E experts, H hidden. On a Hopper GPU two kernels do both for x in BF16.
 """
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -12,8 +13,16 @@ from ..kernels.common.prepared import Launches, layout_of
 from ..kernels.common.registry import register_inputs, without_autocast
 from ..kernels.common.tma_operands import fitting
 from ..kernels.gemm.tuned import target_of
-from ..kernels.jit import current_driver
-from ..kernels.program import Place, Record, Tensor, prepare_launches
+from ..kernels.jit import Kernel, current_driver
+from ..kernels.program import (
+    Place,
+    Record,
+    Span,
+    Target,
+    Tensor,
+    kernels_of,
+    prepare_launches,
+)
 from . import logits_launch
 from .logits import exact_logits, route_takes
 from .logits_launch import describe_logits
@@ -172,6 +181,26 @@ def _prepare(inputs: RouteInputs) -> Launches:
         Place("top_k_weights"),
     )
     return prepare_launches(r, device_index)
+
+
+def route_kernels(
+    target: Target, most_tokens: int, op_of_choice: str, num_experts: int, hidden_size: int
+) -> Iterator[Kernel]:
+    """The kernels of `route` for up to so many tokens in BF16.
+
+    op_of_choice: "softmax_topk" or "sigmoid_group_topk".
+    """
+    choice = Choice(1, 1, 1, True, 1.0)  # kernels depend on no part of it
+
+    def describe(span: Span) -> Record:
+        r = Record(target, ("x", "weight", "top_k_index", "top_k_weights"), span=span)
+        x = Tensor.contiguous("x", span.first, hidden_size)
+        weight = Tensor.contiguous("weight", num_experts, hidden_size, dtype=torch.float32)
+        results = Place("top_k_index"), Place("top_k_weights")
+        describe_top_k(r, op_of_choice, describe_logits(r, x, weight), None, choice, *results)
+        return r
+
+    return kernels_of(describe, most_tokens)
 
 
 _route_op = register_inputs(

@@ -10,6 +10,7 @@ PyTorch multiplies them in BF16, with sums in FP32 unless its switches allow cuB
 The product that is left out, of both rests, is below 2^-16 of the others.
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -18,7 +19,16 @@ from ..kernels.common.prepared import Launches, layout_of, prepared
 from ..kernels.common.registry import register, register_inputs, without_autocast
 from ..kernels.common.tma_operands import fitting
 from ..kernels.gemm.tuned import target_of
-from ..kernels.program import Place, Record, Tensor, prepare_launches
+from ..kernels.jit import Kernel
+from ..kernels.program import (
+    Place,
+    Record,
+    Span,
+    Target,
+    Tensor,
+    kernels_of,
+    prepare_launches,
+)
 from . import logits_launch
 from .logits import exact_logits, route_takes
 from .logits_launch import describe_logits
@@ -135,6 +145,31 @@ def _prepare(inputs: RouteBackwardInputs) -> Launches:
         scaling_factor=inputs.scaling_factor,
     )
     return prepare_launches(r, device_index)
+
+
+def route_backward_kernels(
+    target: Target, most_tokens: int, num_experts: int, hidden_size: int, *, by_sigmoid: bool
+) -> Iterator[Kernel]:
+    """The kernels of `route_backward` for up to so many tokens in BF16."""
+
+    def describe(span: Span) -> Record:
+        r = Record(target, ("x", "weight", "grad", "top_k_index", "grad_logits"), span=span)
+        x = Tensor.contiguous("x", span.first, hidden_size)
+        weight = Tensor.contiguous("weight", num_experts, hidden_size, dtype=torch.float32)
+        describe_top_k_backward(
+            r,
+            describe_logits(r, x, weight),
+            Place("grad"),
+            Place("top_k_index"),
+            Place("grad_logits"),
+            top_k=1,
+            by_sigmoid=by_sigmoid,
+            renormalize=True,
+            scaling_factor=1.0,
+        )
+        return r
+
+    return kernels_of(describe, most_tokens)
 
 
 route_backward = register_inputs(

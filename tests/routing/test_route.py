@@ -11,10 +11,10 @@ from moefp8.kernels.gemm.tuned import target_of
 from moefp8.kernels.jit import compile_kernels
 from moefp8.kernels.program import Tensor
 from moefp8.routing import logits_launch, sigmoid_group_topk, softmax_topk
-from moefp8.routing.logits_launch import TILES, choose_tile, describe_logits, needed_tiles
-from moefp8.routing.route import route
+from moefp8.routing.logits_launch import TILES, choose_tile, describe_logits, kernel_of
+from moefp8.routing.route import route, route_kernels
 from tests.gpu import no_synchronisation, on_gpu
-from tests.records import run
+from tests.records import TARGET, run
 
 SIGMOID = (8, True, 8, 4, True, 2.5)  # k, by_sigmoid, num_groups, topk_groups, renormalize, factor
 SOFTMAX = (4, False, 1, 1, True, 1.0)
@@ -107,7 +107,8 @@ def test_tiles_fill_the_gpu_with_few_tokens_and_with_many(num_experts, h):
     assert many.tokens >= 64
     if num_experts >= 128:
         assert many.chunks == 4
-    assert {one, many} <= needed_tiles(16384, num_experts, h, 132)
+    listed = route_kernels(TARGET, 16384, "softmax_topk", num_experts, h)
+    assert {kernel_of(one), kernel_of(many)} <= {*listed}
 
 
 # ---- The launcher ----

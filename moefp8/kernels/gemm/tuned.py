@@ -24,7 +24,7 @@ from ..jit import (
     source_digest,
     write_beside_kernels,
 )
-from ..program import Target
+from ..program import Record, Target
 from . import heuristic
 from .config import GemmConfig
 from .launch import SOURCE, Sms, busy_sms
@@ -109,6 +109,21 @@ def config_source_of(device_index: int) -> ConfigSource:
     if num_sms < all_sms:
         return ConfigSource(num_sms, all_sms)
     return ConfigSource(num_sms, all_sms, measured(device_index))
+
+
+def dense_config(r: Record, m: int, n: int, k: int, batch_invariant: bool) -> GemmConfig:
+    """The config of a description for d [M, N], as `ConfigSource.dense`; it holds for some M."""
+    configs = r.target.configs
+    config = configs.dense(m, n, k, batch_invariant)
+
+    def largest(most: int) -> int:
+        size = heuristic.deciding_size(m)
+        while size < most and configs.dense(size + 1, n, k, batch_invariant) == config:
+            size = heuristic.deciding_size(size + 1)
+        return size
+
+    r.hold(m, largest)
+    return config
 
 
 DEFAULT_SMS = 132  # H100 SXM, H200 and GH200 have so many; an H100 PCIe has 114, an H20 78

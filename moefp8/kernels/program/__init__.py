@@ -4,21 +4,36 @@ A description runs on any machine, from layouts alone. `place` finds memory for 
 the steps, `prepare` makes launches. This room knows no kernel by name.
 """
 
+from .listing import kernels_of
 from .place import check_early, place
 from .prepare import prepare_launch, prepare_launches
-from .record import Arguments, Codes, Place, Record, Step, Target, Tensor, TensorMap, Word, layouts
+from .record import (
+    Arguments,
+    Codes,
+    Place,
+    Record,
+    Span,
+    Step,
+    Target,
+    Tensor,
+    TensorMap,
+    Word,
+    layouts,
+)
 
 __all__ = [
     "Arguments",
     "Codes",
     "Place",
     "Record",
+    "Span",
     "Step",
     "Target",
     "Tensor",
     "TensorMap",
     "Word",
     "check_early",
+    "kernels_of",
     "layouts",
     "place",
     "prepare_launch",

@@ -5,7 +5,7 @@ tensors, on any machine; `place.py` and `prepare.py` read it.
 """
 
 import ctypes
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from math import gcd, prod
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -151,6 +151,17 @@ class TensorMap(NamedTuple):
 Arguments: TypeAlias = dict[str, Any]
 
 
+@dataclass
+class Span:
+    """Numbers of tokens, `first` to `last`, for which an op has the kernels that `first` has.
+
+    A description lowers `last` with each choice that depends on the number of tokens.
+    """
+
+    first: int
+    last: int
+
+
 class Target(NamedTuple):
     """The GPU that a record is described for.
 
@@ -240,6 +251,7 @@ class Record:
     older: those inputs that are older than the stream's previous kernel, as weights are: the first
         step may touch them before it waits.
     buffers: bytes of memory that lives as long as a call, by name.
+    span: of the numbers of tokens that kernels are listed for; None: they are to be launched.
     """
 
     target: Target
@@ -247,6 +259,18 @@ class Record:
     older: frozenset[str] = frozenset()
     steps: list[Step] = field(default_factory=list)
     buffers: dict[str, int] = field(default_factory=dict)
+    span: Span | None = None
+
+    def hold(self, size: int, largest: Callable[[int], int]) -> None:
+        """Tell up to which number of tokens a choice is the same.
+
+        size: what the choice was made by, which is proportional to the number of tokens.
+        largest: from the largest size that is asked for to the largest of the same choice.
+        """
+        if self.span is not None:
+            most = size * self.span.last // self.span.first
+            held = largest(most) * self.span.first // size
+            self.span.last = min(self.span.last, max(held, self.span.first))
 
     def buffer(self, name: str, num_bytes: int) -> Place:
         """Memory for the steps that touch it. Raises ValueError if the name is taken."""
