@@ -3,7 +3,7 @@
 T tokens, k choices each, E experts, H hidden, I intermediate.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import NamedTuple
@@ -12,6 +12,7 @@ from ..kernels.common.blocks import BLOCK, ceil_div, round_up
 from ..kernels.gemm.config import GemmConfig, with_most_stages
 from ..kernels.gemm.heuristic import FEW_TOKENS, PEAK_LOAD, choose_grouped_config
 from ..kernels.gemm.tuned import ConfigSource, Experts, Pair
+from ..kernels.program import Record
 
 # From so many products of a layer's gate on, tiles of 256 weights save power, if experts have more
 # tokens than a tile; from so many, tiles of 192 tokens do, which two CTAs share, if several experts
@@ -76,12 +77,34 @@ def experts_configs(source: ConfigSource, sizes: Sizes) -> Pair:
     return choose_experts_configs(load, groups, h, i, source.num_sms, exact=exact)
 
 
-def all_experts_configs(source: ConfigSource, sizes: Sizes) -> set[Pair]:
-    """What `experts_configs` chooses for up to as many tokens as `sizes` says."""
-    measured = source.table.found.get(layer_of(sizes), ())
-    numbers = {*deciding_numbers(sizes), *measured, *(n + 1 for n in measured)}
-    asked = (sizes._replace(num_tokens=n) for n in numbers if n <= sizes.num_tokens)
-    return {experts_configs(source, x) for x in asked}
+def describe_configs(r: Record, sizes: Sizes, *, saves: bool) -> Pair:
+    """The pair of a description; saves: gate and up are saved for a backward."""
+    choose = saving_configs if saves else experts_configs
+    source = r.target.configs
+    r.hold(sizes.num_tokens, lambda most: _largest(choose, source, sizes, most))
+    return choose(source, sizes)
+
+
+def saving_configs(source: ConfigSource, sizes: Sizes) -> Pair:
+    """`experts_configs` where gate and up are saved for a backward."""
+    gate_up, down = experts_configs(source, sizes)
+    return saving_config(gate_up, sizes, source.num_sms), down
+
+
+@lru_cache(4096)
+def _largest(
+    choose: Callable[[ConfigSource, Sizes], Pair], source: ConfigSource, sizes: Sizes, most: int
+) -> int:
+    """The largest number of tokens up to which the choice is the same as for `sizes`."""
+    if choose is backward_configs:
+        numbers: Iterable[int] = range(sizes.num_tokens + 1, most + 1)
+    else:
+        measured = source.table.found.get(layer_of(sizes), ())
+        others = {*deciding_numbers(sizes), *measured, *(n + 1 for n in measured)}
+        numbers = sorted(n for n in others if sizes.num_tokens < n <= most)
+    chosen = choose(source, sizes)
+    differ = (n for n in numbers if choose(source, sizes._replace(num_tokens=n)) != chosen)
+    return next(differ, most + 1) - 1
 
 
 def saving_config(config: GemmConfig, sizes: Sizes, num_sms: int) -> GemmConfig:
@@ -119,13 +142,11 @@ def backward_configs(source: ConfigSource, sizes: Sizes) -> Pair:
     return first, second
 
 
-def all_backward_configs(source: ConfigSource, sizes: Sizes) -> set[GemmConfig]:
-    """What `backward_configs` chooses for up to as many tokens as `sizes` says."""
-    asked = {
-        _backward_load(x): x
-        for x in (sizes._replace(num_tokens=n) for n in range(1, sizes.num_tokens + 1))
-    }
-    return {config for x in asked.values() for config in backward_configs(source, x)}
+def describe_backward_configs(r: Record, sizes: Sizes) -> Pair:
+    """The pair of a description of a backward."""
+    source = r.target.configs
+    r.hold(sizes.num_tokens, lambda most: _largest(backward_configs, source, sizes, most))
+    return backward_configs(source, sizes)
 
 
 def _backward_load(sizes: Sizes) -> tuple[int, int]:

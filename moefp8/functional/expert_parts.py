@@ -3,11 +3,12 @@
 T tokens, k choices each, E experts, H hidden, I intermediate, R rows.
 """
 
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 import torch
 
-from ..kernels.common.blocks import num_blocks
+from ..kernels.common.blocks import E4M3, TMA_BYTES, num_blocks
 from ..kernels.common.tma_operands import fitting, lying_as
 from ..kernels.gemm.config import GemmConfig, GroupLayout
 from ..kernels.gemm.launch import (
@@ -137,6 +138,55 @@ def takes_tiles(
 def results_layout(name: str, shape: tuple[int, int], alignment: int) -> Tensor:
     """A contiguous bf16 result of a call."""
     return Tensor(shape, (shape[1], 1), torch.bfloat16, Place(name), alignment)
+
+
+# ---- Contiguous tensors, for records that are made of sizes alone ----
+
+
+class Given(NamedTuple):
+    """What kernels of a call depend on besides sizes.
+
+    dtype: of the tokens, or of their gradients; e4m3 if they come with scales.
+    scores: the dtype of the scores.
+    is_aligned: whether tokens and results are at multiples of 16 bytes.
+    saved: the dtype of gate and up that are saved for a backward; None: they are not.
+    """
+
+    dtype: torch.dtype = torch.bfloat16
+    scores: torch.dtype = torch.float32
+    is_aligned: bool = True
+    saved: torch.dtype | None = None
+
+    def tokens(self, name: str, sizes: Sizes) -> Tensor:
+        x = Tensor.contiguous(name, sizes.num_tokens, sizes.hidden_size, dtype=self.dtype)
+        return x if self.is_aligned else replace(x, alignment=self.dtype.itemsize)
+
+    def results(self, name: str, sizes: Sizes) -> Tensor:
+        shape = sizes.num_tokens, sizes.hidden_size
+        return results_layout(name, shape, TMA_BYTES if self.is_aligned else 2)
+
+    def scales(self, name: str, sizes: Sizes) -> Tensor | None:
+        """Those of tokens that are codes."""
+        if self.dtype != E4M3:
+            return None
+        shape = sizes.num_tokens, num_blocks(sizes.hidden_size)
+        return Tensor.contiguous(name, *shape, dtype=torch.float32)
+
+    def choices(self, sizes: Sizes) -> Choices:
+        shape = sizes.num_tokens, sizes.top_k
+        ids = Tensor.contiguous("ids", *shape, dtype=torch.int64)
+        return Choices(ids, Tensor.contiguous("scores", *shape, dtype=self.scores))
+
+    def saved_tensors(self, sizes: Sizes) -> tuple[Tensor, Tensor | None]:
+        """Gate and up of all rows, and their scales if they are codes."""
+        rows, i = sizes.num_tokens * sizes.top_k, sizes.intermediate_size
+        if self.saved != E4M3:
+            return Tensor.contiguous("saved", rows, 2, i), None
+        scales = Tensor.contiguous("saved_scales", num_blocks(i), 2 * rows, dtype=torch.float32)
+        return Tensor.contiguous("saved", 2 * rows, i, dtype=E4M3), scales.mT
+
+
+GIVEN = Given()
 
 
 # ---- The tensors of a call ----

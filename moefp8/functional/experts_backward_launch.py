@@ -13,7 +13,7 @@ Before them, a weight whose transpose is not kept is transposed.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from math import gcd
 from typing import TYPE_CHECKING
 
@@ -22,14 +22,27 @@ import torch
 from ..kernels.common.blocks import BLOCK, MIN_GRADIENT_AMAX, TMA_BYTES, round_up
 from ..kernels.common.prepared import Launches, layout_of
 from ..kernels.gemm.tuned import ANY_TARGET, target_of
-from ..kernels.jit import current_driver
-from ..kernels.program import Codes, Place, Record, Tensor, Word, layouts, prepare_launches
+from ..kernels.jit import Kernel, current_driver
+from ..kernels.program import (
+    Codes,
+    Place,
+    Record,
+    Span,
+    Target,
+    Tensor,
+    Word,
+    kernels_of,
+    layouts,
+    prepare_launches,
+)
 from ..routing.combine_launch import describe_combine
 from ..routing.dispatch_launch import describe_dispatch
-from .expert_configs import Sizes, backward_configs
+from .expert_configs import Sizes, describe_backward_configs
 from .expert_parts import (
+    GIVEN,
     Choices,
     Combine,
+    Given,
     TransposedWeights,
     describe_rows_gemm,
     results_layout,
@@ -183,31 +196,41 @@ def _prepare(
     return prepare_launches(r, device_index)
 
 
-def experts_backward_record(sizes: Sizes) -> Record:
-    """The record of a backward of contiguous BF16 gradients, from what was saved in BF16."""
-    num_tokens, top_k, e, h, i, *_ = sizes
-    r = Record(ANY_TARGET, _INPUTS)
+def experts_backward_record(
+    sizes: Sizes, given: Given = GIVEN, target: Target = ANY_TARGET, span: Span | None = None
+) -> Record:
+    """The record of a backward of contiguous tensors."""
+    e, h, i = sizes[2:5]
+    saved, saved_scales = given.saved_tensors(sizes)
+    r = Record(target, _INPUTS, span=span)
     describe_experts_backward(
         r,
         sizes,
-        grad=Tensor.contiguous("grad", num_tokens, h),
-        grad_scales=None,
-        choices=Choices(
-            Tensor.contiguous("ids", num_tokens, top_k, dtype=torch.int64),
-            Tensor.contiguous("scores", num_tokens, top_k, dtype=torch.float32),
-        ),
-        saved=Tensor.contiguous("saved", num_tokens * top_k, 2, i),
-        saved_scales=None,
+        grad=given.tokens("grad", sizes),
+        grad_scales=given.scales("grad_scales", sizes),
+        choices=given.choices(sizes),
+        saved=saved,
+        saved_scales=saved_scales,
         weights=TransposedWeights(
             Codes.contiguous("down", e, i, h),
             Codes.contiguous("gate_up", e, h, 2 * round_up(i, BLOCK)),
         ),
-        dx=Tensor.contiguous("dx", num_tokens, h),
+        dx=given.results("dx", sizes),
         limit=math.inf,
         expert_offset=0,
         combine=None,
     )
     return r
+
+
+def experts_backward_kernels(target: Target, sizes: Sizes, given: Given) -> Iterator[Kernel]:
+    """The kernels of a backward for up to as many tokens as `sizes` says, W^T apart."""
+
+    def describe(span: Span) -> Record:
+        some = sizes._replace(num_tokens=span.first)
+        return experts_backward_record(some, given, target, span)
+
+    return kernels_of(describe, sizes.num_tokens)
 
 
 def describe_experts_backward(
@@ -236,7 +259,7 @@ def describe_experts_backward(
         combine: stands for `describe_combine`.
     """
     num_rows, h, i = sizes.num_tokens * sizes.top_k, sizes.hidden_size, sizes.intermediate_size
-    first, second = backward_configs(r.target.configs, sizes)
+    first, second = describe_backward_configs(r, sizes)
     rows = r.codes("rows", (1, num_rows, h))
     dispatched = describe_dispatch(
         r,

@@ -14,7 +14,7 @@ in one workspace. Its size grows with T; a large T is split.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import gcd
 from typing import cast
@@ -25,23 +25,28 @@ from ..kernels.common.blocks import TMA_BYTES
 from ..kernels.common.prepared import Launches, layout_of
 from ..kernels.gemm.launch import GateUp
 from ..kernels.gemm.tuned import ANY_TARGET, target_of
-from ..kernels.jit import current_driver
+from ..kernels.jit import Kernel, current_driver
 from ..kernels.program import (
     Codes,
     Place,
     Record,
+    Span,
+    Target,
     Tensor,
     Word,
+    kernels_of,
     layouts,
     prepare_launches,
 )
 from ..routing.combine_launch import describe_combine
 from ..routing.dispatch_launch import describe_dispatch
-from .expert_configs import Sizes, experts_configs, matrix_of, saving_config
+from .expert_configs import Sizes, describe_configs, matrix_of
 from .expert_parts import (
+    GIVEN,
     Choices,
     Combine,
     ExpertWeights,
+    Given,
     Projections,
     Weights,
     describe_rows_gemm,
@@ -227,19 +232,33 @@ def num_parts_of(sizes: Sizes, *, saves: bool) -> int:
     return parts_of(sizes, experts_record, *([experts_backward_record] if saves else []))
 
 
-def experts_record(sizes: Sizes) -> Record:
-    """The record of a forward of contiguous BF16 tokens."""
-    num_tokens, top_k, e, h, i, *_ = sizes
-    r = Record(ANY_TARGET, INPUTS)
-    choices = Choices(
-        Tensor.contiguous("ids", num_tokens, top_k, dtype=torch.int64),
-        Tensor.contiguous("scores", num_tokens, top_k, dtype=torch.float32),
-    )
+def experts_record(
+    sizes: Sizes, given: Given = GIVEN, target: Target = ANY_TARGET, span: Span | None = None
+) -> Record:
+    """The record of a forward of contiguous tensors."""
+    e, h, i = sizes[2:5]
+    r = Record(target, INPUTS, span=span)
     gate, up = (Codes.contiguous(name, e, i, h) for name in ("gate", "up"))
-    weights = ExpertWeights(gate, up, Codes.contiguous("down", e, h, i))
-    x, y = (Tensor.contiguous(name, num_tokens, h) for name in ("x", "y"))
-    describe_experts(r, sizes, x, choices, weights, y)
+    describe_experts(
+        r,
+        sizes,
+        given.tokens("x", sizes),
+        given.choices(sizes),
+        ExpertWeights(gate, up, Codes.contiguous("down", e, h, i)),
+        given.results("y", sizes),
+        x_scales=given.scales("x_scales", sizes),
+        saved=None if given.saved is None else Place("saved"),
+    )
     return r
+
+
+def experts_kernels(target: Target, sizes: Sizes, given: Given) -> Iterator[Kernel]:
+    """The kernels of a forward for up to as many tokens as `sizes` says."""
+
+    def describe(span: Span) -> Record:
+        return experts_record(sizes._replace(num_tokens=span.first), given, target, span)
+
+    return kernels_of(describe, sizes.num_tokens)
 
 
 def weights_layout(weights: Weights) -> ExpertWeights:
@@ -276,10 +295,8 @@ def describe_experts(
         combine: stands for `describe_combine`.
     """
     matrices, num_rows = matrix_of(sizes)
-    h, i, configs = sizes.hidden_size, sizes.intermediate_size, r.target.configs
-    gate_up_config, down_config = experts_configs(configs, sizes)
-    if saved is not None:
-        gate_up_config = saving_config(gate_up_config, sizes, configs.num_sms)
+    h, i = sizes.hidden_size, sizes.intermediate_size
+    gate_up_config, down_config = describe_configs(r, sizes, saves=saved is not None)
     rows = r.codes("rows", (matrices, num_rows, h))
     dispatched = describe_dispatch(
         r,

@@ -6,6 +6,7 @@ Each layer chooses as the launchers of its op do; a test launches those and comp
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import product, starmap
 from typing import NamedTuple
 
 import torch
@@ -14,13 +15,14 @@ from ..distributed.expert_parallel.needed import NeededByExchange
 from ..functional import swiglu_backward_launch, swiglu_launch
 from ..functional.expert_configs import (
     Sizes,
-    all_backward_configs,
-    all_experts_configs,
     all_gate_up_configs,
-    saving_config,
 )
+from ..functional.expert_parts import Given
+from ..functional.experts_backward_launch import experts_backward_kernels
+from ..functional.experts_launch import experts_kernels
 from ..functional.linear import linear_kernels
-from ..functional.training import swiglu_columns_launch
+from ..functional.training.experts_backward_launch import trained_backward_kernels
+from ..functional.training.rows import quantized_rows_kernels
 from ..kernels.common.blocks import BLOCK, E4M3, round_up
 from ..kernels.gemm import call
 from ..kernels.gemm.config import GemmConfig, GroupLayout
@@ -33,7 +35,6 @@ from ..kernels.program import Target
 from ..quant import both_launch, columns_launch, quantize_launch, transpose_launch
 from ..routing import (
     combine_launch,
-    dispatch_launch,
     plan_launch,
     top_k_backward_launch,
     top_k_launch,
@@ -73,6 +74,10 @@ class Demand(NamedTuple):
     def gradients(self) -> frozenset[torch.dtype]:
         """They are BF16 or as activations; of codes they are codes."""
         return self.dtypes if E4M3 in self.dtypes else self.dtypes | {torch.bfloat16}
+
+    def given(self, dtypes: Iterable[torch.dtype]) -> Iterator[Given]:
+        """Calls of experts with tokens of these dtypes."""
+        return starmap(Given, product(dtypes, self.scores, (True, False)))
 
     def quantize_kernels(self, k: int) -> Iterator[Kernel]:
         for dtype in self.dtypes:
@@ -234,44 +239,29 @@ class Experts(NamedTuple):
 
     def forward_kernels(self, demand: Demand) -> Iterator[Kernel]:
         """Those of a forward, and of one that saves for a backward if there is one."""
-        sizes, h = Sizes(demand.max_tokens, *self), self.hidden_size
-        few = sizes._replace(num_tokens=1)
-        group_layout = GroupLayout.MASKED if self.masked else GroupLayout.OFFSETS
-        for gate_up, down in all_experts_configs(demand.configs, sizes):
-            saving = {saving_config(gate_up, x, demand.configs.num_sms) for x in (sizes, few)}
-            yield from gate_up_kernels(gate_up, saving, group_layout, demand)
-            yield kernel_of(down, None, group_layout)
-        if demand.backward and self.masked:  # what saves for a backward is contiguous
-            yield from self._replace(masked=False).forward_kernels(demand)
-        for dtype in demand.dtypes:
-            yield from self.dispatch_kernels(demand, dtype, self.masked)
-        for dtype in demand.scores:
-            for aligned in {h % 8 == 0, False}:  # an addend may lie anywhere
-                yield combine_launch.kernel_of(dtype, aligned)
+        sizes = self.sizes(demand)
+        for given in demand.given(demand.dtypes):
+            yield from experts_kernels(demand.target, sizes, given)
+            if demand.backward:  # what saves for a backward is contiguous
+                saving = sizes._replace(masked=False), given._replace(saved=torch.bfloat16)
+                yield from experts_kernels(demand.target, *saving)
 
-    def dispatch_kernels(
-        self, demand: Demand, dtype: torch.dtype, masked: bool
-    ) -> Iterator[Kernel]:
-        yield from dispatch_launch.needed_kernels(
-            dtype,
-            hidden_size=self.hidden_size,
-            masked=masked,
-            num_experts=self.num_experts,
-            max_choices=demand.max_tokens * self.top_k,
-        )
+    def sizes(self, demand: Demand) -> Sizes:
+        return Sizes(demand.max_tokens, *self)
+
+    def quantize_saved(self, demand: Demand) -> Iterator[Kernel]:
+        max_rows = 2 * demand.max_tokens * self.top_k
+        yield from demand.quantize_rows(torch.bfloat16, max_rows, self.intermediate_size)
 
     def _backward_kernels(self, demand: Demand) -> Iterator[Kernel]:
-        h, i = self.hidden_size, self.intermediate_size
-        yield from backward_kernels(h, i, demand.scores)
-        for dtype in demand.gradients:
-            yield from self.dispatch_kernels(demand, dtype, masked=False)
-        yield from demand.quantize_rows(torch.bfloat16, 2 * demand.max_tokens * self.top_k, i)
-        yield from self.backward_gemms(demand)
-
-    def backward_gemms(self, demand: Demand) -> Iterator[Kernel]:
-        sizes = Sizes(demand.max_tokens, *self._replace(masked=False))
-        for config in all_backward_configs(demand.configs, sizes):
-            yield kernel_of(config, None, GroupLayout.OFFSETS)
+        sizes = self.sizes(demand)._replace(masked=False)
+        for k in {self.hidden_size, self.intermediate_size}:
+            yield from transpose_launch.needed_kernels(k)
+        for given in demand.given(demand.gradients):
+            for saved in (torch.bfloat16, E4M3):
+                kept = given._replace(saved=saved)
+                yield from experts_backward_kernels(demand.target, sizes, kept)
+        yield from self.quantize_saved(demand)
 
 
 class TrainedExperts(NamedTuple):
@@ -288,30 +278,29 @@ class TrainedExperts(NamedTuple):
             yield from both_launch.needed_kernels(self.master.dtype, k)
         yield from self.frozen.forward_kernels(demand)
         if demand.backward:
-            yield from self.frozen.dispatch_kernels(demand, torch.bfloat16, masked=False)
-            max_rows = demand.max_tokens * self.frozen.top_k
-            yield from demand.quantize_rows(torch.bfloat16, 2 * max_rows, i)  # what is saved
+            yield from self.frozen.quantize_saved(demand)
             is_bf16 = self.master.wgrad == "bf16"
             yield from (self._in_bf16(demand) if is_bf16 else self._in_fp8(demand))
 
     def _in_fp8(self, demand: Demand) -> Iterator[Kernel]:
-        h, i = self.frozen.hidden_size, self.frozen.intermediate_size
+        sizes, outputs = self.frozen.sizes(demand)._replace(masked=False), self.master.outputs
         blocks = self.master.wgrad == "128x128"
-        yield from self.frozen.backward_gemms(demand)
-        yield from swiglu_columns_launch.needed_kernels(
-            {*demand.dtypes, torch.float32}, (torch.bfloat16, E4M3), blocks=blocks
-        )
-        if not self.master.outputs:
-            return
-        yield from columns_launch.needed_kernels(torch.bfloat16, h, with_rows=False)
-        for dtype in demand.dtypes:
-            yield from columns_launch.needed_kernels(dtype, h, blocks=blocks, with_rows=False)
-        yield from self.master.weight_kernels(h, i)
-        yield from self.master.weight_kernels(2 * i, h)
+        for dtype, accumulate in outputs or {(None, False)}:
+            for given in demand.given(demand.dtypes):
+                for saved in (torch.bfloat16, E4M3):
+                    yield from trained_backward_kernels(
+                        demand.target,
+                        sizes,
+                        given._replace(saved=saved),
+                        blocks=blocks,
+                        dtypes=(dtype, dtype),
+                        accumulate=accumulate,
+                    )
 
     def _in_bf16(self, demand: Demand) -> Iterator[Kernel]:
         """Step by step, with PyTorch's grouped GEMM for gradients in weights."""
         top_k, num_experts, h, i, *_ = self.frozen
+        yield from quantized_rows_kernels(demand.target, self.frozen.sizes(demand))
         max_rows = demand.max_tokens * top_k
         yield from plan_launch.needed_kernels(demand.max_tokens, top_k, demand.configs.all_sms)
         yield swiglu_launch.kernel_of()

@@ -89,29 +89,6 @@ def count_kernel_of(*, masked: bool) -> Kernel:
     return Kernel(_SOURCE, f"count_kernel<{str(masked).lower()}>")
 
 
-def needed_kernels(
-    dtype: torch.dtype, *, hidden_size: int, masked: bool, num_experts: int, max_choices: int
-) -> list[Kernel]:
-    """The kernels for up to `max_choices` choices; tokens may lie anywhere.
-
-    dtype: of the tokens; e4m3 if they come with scales.
-    """
-    counts = [count_kernel_of(masked=masked)] if _is_counted(max_choices, num_experts) else []
-    flags = (True, False) if hidden_size % _columns_at_once(dtype) == 0 else (False,)
-    few = [] if masked else [few_kernel_of(dtype, vectorized=vectorized) for vectorized in flags]
-    if is_few(max_choices, masked=masked):
-        return few
-    return (
-        counts
-        + few
-        + [
-            kernel_of(dtype, vectorized=vectorized, masked=masked, is_counted=is_counted)
-            for vectorized in flags
-            for is_counted in ((True, False) if counts else (False,))
-        ]
-    )
-
-
 def _columns_at_once(dtype: torch.dtype) -> int:
     """What H is a multiple of where kernels are vectorized.
 
@@ -193,7 +170,10 @@ def describe_dispatch(
         expert_offset=expert_offset,
         words_of_choice=2 if is_masked else 1,
     )
-    has_few = is_few(num_tokens * top_k, masked=is_masked)
+    num_choices = num_tokens * top_k
+    has_few = is_few(num_choices, masked=is_masked)
+    bounds = [_FEW_CHOICES] * (not is_masked) + [_MANY_CHOICES] * (num_experts < MAX_THREADS)
+    r.hold(num_choices, lambda most: min([x for x in bounds if x >= num_choices], default=most))
     k_blocks = _FEW_THREADS // _LANES if has_few else cut.k_blocks
     parts, num_chunks = ceil_div(num_k_blocks, k_blocks), ceil_div(num_tokens, cut.tokens)
     x_row_bytes = x.bytes_of_stride(0)

@@ -40,15 +40,21 @@ from tests.sampling import pairs
 
 FLAGS = True, False
 OF_DISPATCH = [
-    kernel
-    for dtype, masked in product((*DTYPES, E4M3), FLAGS)
-    for kernel in dispatch_launch.needed_kernels(
-        dtype, hidden_size=16, masked=masked, num_experts=8, max_choices=2**20
-    )
+    *(dispatch_launch.count_kernel_of(masked=masked) for masked in FLAGS),
+    *(
+        dispatch_launch.few_kernel_of(dtype, vectorized=vectorized)
+        for dtype, vectorized in product((*DTYPES, E4M3), FLAGS)
+    ),
+    *(
+        dispatch_launch.kernel_of(
+            dtype, vectorized=vectorized, masked=masked, is_counted=is_counted
+        )
+        for dtype, vectorized, masked, is_counted in product((*DTYPES, E4M3), FLAGS, FLAGS, FLAGS)
+    ),
 ]
 MODULES = {
     plan_launch: [plan_launch.kernel_of(ahead) for ahead in (1, 4)],
-    dispatch_launch: list(dict.fromkeys(OF_DISPATCH)),
+    dispatch_launch: OF_DISPATCH,
     combine_launch: [combine_launch.kernel_of(x, flag) for x, flag in product(DTYPES, FLAGS)],
 }
 

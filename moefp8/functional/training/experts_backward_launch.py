@@ -15,7 +15,7 @@ None waits for the host, and all that lies between them is in one workspace.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -26,14 +26,24 @@ from ...kernels.common.prepared import Launches, layout_of
 from ...kernels.gemm.k_grouped.config import Output, choose_config
 from ...kernels.gemm.k_grouped.launch import describe_k_grouped
 from ...kernels.gemm.tuned import ANY_TARGET, target_of
-from ...kernels.jit import current_driver
-from ...kernels.program import Codes, Place, Record, Tensor, layouts, prepare_launches
+from ...kernels.jit import Kernel, current_driver
+from ...kernels.program import (
+    Codes,
+    Place,
+    Record,
+    Span,
+    Target,
+    Tensor,
+    kernels_of,
+    layouts,
+    prepare_launches,
+)
 from ...quant.columns import column_codes, num_column_blocks
 from ...quant.columns_launch import describe_columns, readable
 from ...routing.combine_launch import describe_combine
 from ...routing.dispatch_launch import describe_dispatch
-from ..expert_configs import Sizes, backward_configs
-from ..expert_parts import describe_rows_gemm
+from ..expert_configs import Sizes, describe_backward_configs
+from ..expert_parts import GIVEN, Given, describe_rows_gemm
 from ..swiglu import saved_as_read
 from .swiglu_columns_launch import describe_swiglu_columns
 
@@ -124,33 +134,64 @@ def _prepare(tensors: Tensors, num_experts: int, options: Options) -> Launches:
     return prepare_launches(r, device_index)
 
 
-def trained_backward_record(sizes: Sizes) -> Record:
-    """The record of a backward with all gradients, of contiguous BF16 tensors."""
-    num_tokens, top_k, e, h, i, *_ = sizes
-    fp32, padded = torch.float32, 2 * round_up(i, BLOCK)
-    (down, down_scales), (gate_up, gate_up_scales) = (
-        Codes.contiguous("down", e, i, h),
-        Codes.contiguous("gate_up_proj", e, h, padded),
-    )
-    of = {
-        "grad": Tensor.contiguous("grad", num_tokens, h),
-        "hidden_states": Tensor.contiguous("hidden_states", num_tokens, h),
-        "ids": Tensor.contiguous("ids", num_tokens, top_k, dtype=torch.int64),
-        "weights": Tensor.contiguous("weights", num_tokens, top_k, dtype=fp32),
-        "gate_up": Tensor.contiguous("gate_up", num_tokens * top_k, 2, i),
-        "gate_up_scale_inv": None,
-        "down": down,
-        "down_scale_inv": replace(down_scales, place=Place("down_scale_inv")),
-        "gate_up_proj": gate_up,
-        "gate_up_proj_scale_inv": replace(gate_up_scales, place=Place("gate_up_proj_scale_inv")),
-        "of_down": Tensor.contiguous("of_down", e, h, i, dtype=fp32),
-        "of_gate_up": Tensor.contiguous("of_gate_up", e, 2 * i, h, dtype=fp32),
-        "dx": Tensor.contiguous("dx", num_tokens, h),
+def trained_backward_record(
+    sizes: Sizes,
+    given: Given = GIVEN,
+    target: Target = ANY_TARGET,
+    span: Span | None = None,
+    *,
+    blocks: bool = False,
+    dtypes: tuple[torch.dtype | None, torch.dtype | None] = (torch.float32, torch.float32),
+    accumulate: bool = False,
+) -> Record:
+    """The record of a backward of contiguous tensors, whose gradients are BF16.
+
+    given: of the tokens. blocks, accumulate: as in `Options`.
+    dtypes: those of the gradients of down, and of gate and up, if they are wanted.
+    """
+    e, h, i = sizes[2:5]
+    saved, saved_scales = given.saved_tensors(sizes)
+    ids, weights = given.choices(sizes)
+    down = Codes.contiguous("down", e, i, h)
+    gate_up = Codes.contiguous("gate_up_proj", e, h, 2 * round_up(i, BLOCK))
+    shapes = {"of_down": (e, h, i), "of_gate_up": (e, 2 * i, h)}
+    tensors = {
+        "grad": given._replace(dtype=torch.bfloat16).tokens("grad", sizes),
+        "hidden_states": given.tokens("hidden_states", sizes),
+        "ids": ids,
+        "weights": replace(weights, place=Place("weights")),
+        "gate_up": replace(saved, place=Place("gate_up")),
+        "gate_up_scale_inv": saved_scales
+        and replace(saved_scales, place=Place("gate_up_scale_inv")),
+        "down": down.data,
+        "down_scale_inv": replace(down.scale_inv, place=Place("down_scale_inv")),
+        "gate_up_proj": gate_up.data,
+        "gate_up_proj_scale_inv": replace(gate_up.scale_inv, place=Place("gate_up_proj_scale_inv")),
+        **{
+            name: None if dtype is None else Tensor.contiguous(name, *shape, dtype=dtype)
+            for (name, shape), dtype in zip(shapes.items(), dtypes, strict=True)
+        },
+        "dx": given.results("dx", sizes),
     }
-    r = Record(ANY_TARGET, Tensors._fields)
-    options = Options(None, 0, None, blocks=False, accumulate=(False, False))
-    _Backward(r, sizes, options, of).describe()
+    r = Record(target, Tensors._fields, span=span)
+    options = Options(None, 0, None, blocks, (accumulate, accumulate))
+    _Backward(r, sizes, options, tensors).describe()
     return r
+
+
+def trained_backward_kernels(
+    target: Target, sizes: Sizes, given: Given, **options: Any
+) -> Iterator[Kernel]:
+    """The kernels of a backward for up to as many tokens as `sizes` says, W^T apart.
+
+    options: those of `trained_backward_record`.
+    """
+
+    def describe(span: Span) -> Record:
+        some = sizes._replace(num_tokens=span.first)
+        return trained_backward_record(some, given, target, span, **options)
+
+    return kernels_of(describe, sizes.num_tokens)
 
 
 class _Backward:
@@ -164,7 +205,7 @@ class _Backward:
     def describe(self) -> None:
         r, of, sizes, rows = self.r, self.of, self.sizes, self.num_rows
         h, i, options = sizes.hidden_size, sizes.intermediate_size, self.options
-        first, second = backward_configs(r.target.configs, sizes)
+        first, second = describe_backward_configs(r, sizes)
         grad_rows = r.codes("grad_rows", (1, rows, h))
         dispatched = describe_dispatch(
             r,

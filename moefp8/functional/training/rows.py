@@ -3,6 +3,8 @@
 T tokens, k choices each, E experts, H hidden, R = T k rows.
 """
 
+from collections.abc import Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -18,12 +20,24 @@ from ...kernels.common.checks import FLOATS, check_same_device, check_shape, che
 from ...kernels.common.prepared import Launches, layout_of, prepared
 from ...kernels.common.registry import register_inputs
 from ...kernels.gemm.tuned import target_of
-from ...kernels.program import Codes, Place, Record, Tensor, prepare_launches
+from ...kernels.jit import Kernel
+from ...kernels.program import (
+    Codes,
+    Place,
+    Record,
+    Span,
+    Target,
+    Tensor,
+    kernels_of,
+    prepare_launches,
+)
 from ...quant.quantize import quantize_1x128
 from ...routing.dispatch import dispatch_rows
 from ...routing.dispatch_launch import describe_dispatch
 from ...routing.plan import build_plan
 from ...routing.plan_launch import MapPlaces
+from ..expert_configs import Sizes
+from ..expert_parts import Given
 
 _OP = "quantized_rows"
 
@@ -126,6 +140,22 @@ def _launch(inputs: RowsInputs) -> Rows:
     addresses = tuple([y.data_ptr() for y in (grad, ids, *found)])
     prepared(key, prepare)(grad.get_device(), addresses)
     return found
+
+
+def quantized_rows_kernels(target: Target, sizes: Sizes) -> Iterator[Kernel]:
+    """The kernels of `quantized_rows` of BF16 gradients, for up to as many tokens as sizes says."""
+
+    def describe(span: Span, given: Given) -> Record:
+        some = sizes._replace(num_tokens=span.first)
+        r = Record(target, ("grad", "ids"), span=span)
+        rows = r.codes("rows", (1, some.num_tokens * some.top_k, some.hidden_size))
+        grad, ids = given.tokens("grad", some), given.choices(some).ids
+        describe_dispatch(r, grad, ids, rows, some.num_experts)
+        return r
+
+    for is_aligned in (True, False):
+        given = Given(is_aligned=is_aligned)
+        yield from kernels_of(partial(describe, given=given), sizes.num_tokens)
 
 
 quantized_rows = register_inputs(

@@ -3,7 +3,6 @@
 T tokens, k choices each, E experts, R rows, I intermediate, B blocks of column codes.
 """
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch
 
 from ...kernels.common.blocks import (
     BLOCK,
-    E4M3,
     MIN_GRADIENT_AMAX,
     ceil_div,
     num_blocks,
@@ -43,23 +41,6 @@ def kernel_of(*, is_fp8: bool, blocks: bool = False) -> Kernel:
 
 def sums_kernel_of() -> Kernel:
     return _kernel(f"sums_kernel<{_LOADS_AT_ONCE}>")
-
-
-def needed_kernels(
-    weights_dtypes: Iterable[torch.dtype],
-    saved_dtypes: Iterable[torch.dtype],
-    *,
-    blocks: bool = False,
-) -> list[Kernel]:
-    """The kernels for choices' weights, and for gate and up, of these dtypes.
-
-    blocks: as in `kernel_of`.
-    """
-    return [
-        *map(weights_kernel_of, weights_dtypes),
-        *(kernel_of(is_fp8=dtype == E4M3, blocks=blocks) for dtype in saved_dtypes),
-        sums_kernel_of(),
-    ]
 
 
 def shared_bytes_of(*, is_fp8: bool) -> int:

@@ -9,8 +9,8 @@ import torch
 
 from moefp8.functional.expert_configs import (
     Sizes,
-    all_experts_configs,
     all_gate_up_configs,
+    describe_configs,
     experts_configs,
     gate_up_config,
 )
@@ -20,6 +20,7 @@ from moefp8.kernels.gemm import heuristic, tuned
 from moefp8.kernels.gemm.config import GroupLayout
 from moefp8.kernels.gemm.launch import set_num_sms
 from moefp8.kernels.gemm.tuned import ConfigSource, Dense, Experts, Table
+from moefp8.kernels.program import Record, Span, Target
 from moefp8.quant.quantize import quantize_128x128
 from moefp8.tuning import tune as tuning
 from moefp8.tuning.keep import keep, to_json
@@ -306,7 +307,13 @@ def test_all_choices_of_experts_are_listed(num_sms, layer, most):
         num_experts, top_k, h, i, num_global = experts
         sizes = Sizes(most, top_k, num_experts, h, i, masked, num_global)
         each = {experts_configs(configs, sizes._replace(num_tokens=n)) for n in range(1, most + 1)}
-        assert all_experts_configs(configs, sizes) == each
+        chosen, span, target = set(), Span(1, most), Target("sm_90a", num_sms, configs)
+        while span.first <= most:
+            r = Record(target, (), span=span)
+            some = sizes._replace(num_tokens=span.first)
+            chosen.add(describe_configs(r, some, saves=False))
+            span = Span(span.last + 1, most)
+        assert chosen == each
 
 
 @pytest.mark.parametrize("num_sms", [1, 132])
