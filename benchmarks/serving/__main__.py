@@ -1,4 +1,4 @@
-"""Time vLLM with moefp8 and with its own layers; see the package."""
+"""Time engines with moefp8 and with their own layers; see the package."""
 
 import argparse
 import json
@@ -20,14 +20,14 @@ import torch
 from benchmarks.circumstances import circumstances, require_gpu
 from benchmarks.model.checkpoint import write_checkpoint
 from benchmarks.options import some_of
-from benchmarks.serving import BATCHES, ENGINES, PREFILLS, RESULTS, TITLES
+from benchmarks.serving import BATCHES, ENGINES, PREFILLS, RESULTS, USUAL
 from benchmarks.serving.engine import Settings
 from benchmarks.serving.models import MODELS
 from benchmarks.serving.table import tables
 from benchmarks.session import Row, finish, measured, write
 
 PATIENCE_S = 900  # for one run of one engine
-# One process, so that what it prints and how long it takes is that of the engine.
+# vLLM in one process, so that what it prints and how long it takes is that of the engine.
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
@@ -35,7 +35,13 @@ _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
 }
 # Where engines keep kernels and graphs: each has its own, so that its first start compiles all.
-_CACHES = "VLLM_CACHE_ROOT", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "MOEFP8_CACHE_DIR"
+_CACHES = (
+    "VLLM_CACHE_ROOT",
+    "SGLANG_DG_CACHE_DIR",
+    "TRITON_CACHE_DIR",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "MOEFP8_CACHE_DIR",
+)
 
 
 def rows_of(name: str, options: argparse.Namespace) -> Iterator[Row]:
@@ -74,7 +80,13 @@ def rows_of(name: str, options: argparse.Namespace) -> Iterator[Row]:
                     found["runs"].append({"cold": is_cold, **results})
                 if refused:
                     found["refused"] = refused
-                print(row["title"], TITLES[engine], f"run {run}:", refused or results, flush=True)
+                print(
+                    row["title"],
+                    ENGINES[engine].title,
+                    f"run {run}:",
+                    refused or results,
+                    flush=True,
+                )
                 yield row
     finally:
         shutil.rmtree(work)
@@ -84,7 +96,7 @@ def run_engine(settings: Settings, cache: Path) -> tuple[dict[str, Any], str]:
     """(what it measured, how it ended if not well). cache: where it keeps what it compiles."""
     command = [sys.executable, "-m", "benchmarks.serving.engine", json.dumps(asdict(settings))]
     kept = {name: str(cache / name.lower()) for name in _CACHES}
-    environment = {**os.environ, **_ENVIRONMENT, **kept, **ENGINES[settings.engine][0]}
+    environment = {**os.environ, **_ENVIRONMENT, **kept, **ENGINES[settings.engine].environment}
     refused = ""
     try:
         ran = subprocess.run(
@@ -111,7 +123,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--models", type=some_of(tuple(MODELS)), default=tuple(MODELS), metavar="M,...")
-    add("--engines", type=some_of(tuple(ENGINES)), default=tuple(ENGINES), metavar="E,...")
+    add("--engines", type=some_of(tuple(ENGINES)), default=USUAL, metavar="E,...")
     add("--runs", type=int, default=3, help="of each engine, in turns")
     add("--rounds", type=int, default=5, help="of each phase, after the first")
     add("--layers", type=int, help="so many at most")
@@ -139,7 +151,7 @@ def main() -> None:
 
     for row in measured(options.models, measure, lambda name: MODELS[name].title):
         results["rows"].append(row)
-    is_all = (options.models, options.engines) == (tuple(MODELS), tuple(ENGINES))
+    is_all = (options.models, options.engines) == (tuple(MODELS), USUAL)
     is_all = is_all and options.layers is None and not options.tiny
     lines, num_cases = tables(results).splitlines(), len(options.models)
     finish(results, num_cases, lines, options.out, RESULTS, is_all=is_all, started=started)

@@ -7,9 +7,10 @@ from benchmarks.figures import geomean
 from benchmarks.serving import (
     BATCHES,
     DEFAULT,
+    ENGINES,
     OURS,
     PREFILLS,
-    TITLES,
+    VLLM,
     decode_name,
     prefill_name,
 )
@@ -63,12 +64,12 @@ def _prefills(row: Row) -> Iterator[Judged]:
 
 def _decoding(row: Row) -> Iterator[Judged]:
     """Beside the faster of vLLM's default and vLLM without DeepGEMM, as far as these ran."""
-    ran = [TITLES[x] for x in _FASTEST if row["engines"].get(x, {}).get("runs")]
+    ran = [ENGINES[x].title for x in _FASTEST if row["engines"].get(x, {}).get("runs")]
     goal = f"decoding, times as fast as {'the faster of ' * (len(ran) > 1)}{' and '.join(ran)}"
     ratios = {}
     for batch in BATCHES:
         phase = decode_name(batch)
-        ours = ms_of(row, OURS, phase)
+        ours = ms_of(row, OURS[VLLM], phase)
         others = [ms for x in _FASTEST if (ms := ms_of(row, x, phase))]
         if ours and others:
             ratios[batch] = min(others) / ours
@@ -81,11 +82,11 @@ def _decoding(row: Row) -> Iterator[Judged]:
 
 def _starts(row: Row) -> Iterator[Judged]:
     for is_cold, what in ((True, "nothing compiled"), (False, "all compiled")):
-        ours, theirs = (start_of(row, x, is_cold) for x in (OURS, DEFAULT))
+        ours, theirs = (start_of(row, x, is_cold) for x in (OURS[VLLM], DEFAULT))
         if ours and theirs:
             goal = "time to the first token: share of vLLM's default"
             yield Judged(goal, f"{row['title']}, {what}", 1.0, ours / theirs, at_most=True)
-    ours, theirs = (gib_of(row, x) for x in (OURS, DEFAULT))
+    ours, theirs = (gib_of(row, x) for x in (OURS[VLLM], DEFAULT))
     if ours and theirs:
         goal = "memory in use: share of vLLM's default"
         yield Judged(goal, row["title"], 1.0, ours / theirs, at_most=True)

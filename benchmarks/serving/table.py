@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from benchmarks.markdown import number, table
-from benchmarks.serving import OURS, TITLES
+from benchmarks.serving import ENGINES, OURS, PACKAGES, VLLM
 from benchmarks.session import Row
 
 
@@ -16,8 +16,8 @@ def ms_of(row: Row, engine: str, phase: str, key: str = "ms") -> float | None:
 
 
 def speedup(row: Row, engine: str, phase: str, key: str = "ms") -> float | None:
-    """How many times as fast as `engine` moefp8 is."""
-    theirs, ours = (ms_of(row, x, phase, key) for x in (engine, OURS))
+    """How many times as fast as `engine` the same package is with moefp8."""
+    ours, theirs = (ms_of(row, x, phase, key) for x in (OURS[ENGINES[engine].package], engine))
     return theirs / ours if theirs and ours else None
 
 
@@ -31,38 +31,31 @@ def gib_of(row: Row, engine: str) -> float | None:
     return _median(run["gpu_gib"] for run in _runs(row, engine) if "gpu_gib" in run)
 
 
-def versions_of(rows: list[Row]) -> list[str]:
-    """The versions of vLLM that ran."""
-    return sorted({x["vllm"] for row in rows for name in TITLES for x in _runs(row, name)})
+def versions_of(rows: list[Row], package: str = VLLM) -> list[str]:
+    """The versions of a package that ran."""
+    runs = (run for row in rows for name in ENGINES for run in _runs(row, name))
+    return sorted({run[package] for run in runs if package in run})
 
 
 def phases_of(row: Row) -> list[str]:
-    runs = (run for name in TITLES for run in _runs(row, name))
+    runs = (run for name in ENGINES for run in _runs(row, name))
     return list(dict.fromkeys(phase for run in runs for phase in run["phases"]))
 
 
 def tables(results: dict[str, Any]) -> str:
-    """Speed beside vLLM's own layers, starts and memory, and what did not run."""
+    """Speed beside engines' own layers, starts and memory, and what did not run."""
     rows = results["rows"]
-    names = [x for x in TITLES if any(x in row["engines"] for row in rows)]
-    others = [x for x in names if x != OURS]
-    beside = (f"times as fast as {TITLES[x]}" for x in others)
+    names = [x for x in ENGINES if any(x in row["engines"] for row in rows)]
+    packages = [x for x in PACKAGES if any(ENGINES[name].package == x for name in names)]
     refused = (
-        f"- {TITLES[name]} with {row['title']}: {engine['refused']}"
+        f"- {ENGINES[name].title} with {row['title']}: {engine['refused']}"
         for row in rows
         for name, engine in row["engines"].items()
         if "refused" in engine
     )
     parts = [
-        table(
-            ["model", "phase", "moefp8, tokens/s", *beside, "experts"],
-            [_speeds(row, phase, others) for row in rows for phase in phases_of(row)],
-        ),
-        f"vLLM {', '.join(versions_of(rows))} on one {results.get('gpu', results['cpu'])}, with "
-        "`torch.compile` and CUDA graphs, no prefix cached: tokens per second with moefp8, and how "
-        "many times as fast as vLLM's own layers that is; in brackets for the first request of a "
-        "kind after a start. The last column: which part of the GPU's time experts take with "
-        f"moefp8. {_medians(rows)}",
+        _speeds(rows, names, packages),
+        _about(results, packages),
         table(
             [
                 "model",
@@ -79,11 +72,28 @@ def tables(results: dict[str, Any]) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
+def _about(results: dict[str, Any], packages: list[str]) -> str:
+    """What the table of speeds shows."""
+    rows, gpu = results["rows"], results.get("gpu", results["cpu"])
+    ran = " and ".join(f"{PACKAGES[x]} {', '.join(versions_of(rows, x))}" for x in packages)
+    owners = " or ".join(f"{PACKAGES[x]}'s" for x in packages)
+    graphs = "`torch.compile` and CUDA graphs" if packages == [VLLM] else "CUDA graphs"
+    told = (
+        f"{ran} on one {gpu}, with {graphs}, no prefix cached: tokens per second with moefp8, and "
+        f"how many times as fast as {owners} own layers that is; in brackets for the first request "
+        "of a kind after a start. "
+    )
+    if VLLM in packages:
+        told += "The last column: which part of the GPU's time experts take with moefp8"
+        told += f"{' in vLLM' * (len(packages) > 1)}. "
+    return told + _medians(rows)
+
+
 def _medians(rows: list[Row]) -> str:
     """How many runs of an engine there are; of each model, where these differ."""
     titles: dict[int, list[str]] = {}
     for row in rows:
-        titles.setdefault(max(len(_runs(row, name)) for name in TITLES), []).append(row["title"])
+        titles.setdefault(max(len(_runs(row, name)) for name in ENGINES), []).append(row["title"])
     if titles.keys() == {1}:
         return "One run of each engine, a process of its own."
     runs = {count: "one run" if count == 1 else f"{count} runs" for count in titles}
@@ -103,23 +113,43 @@ def _runs(row: Row, engine: str) -> list[dict[str, Any]]:
     return runs
 
 
-def _speeds(row: Row, phase: str, others: list[str]) -> list[str]:
-    """A line of the table of speeds."""
-    ours = ms_of(row, OURS, phase)
-    measured = [run["phases"][phase] for run in _runs(row, OURS) if phase in run["phases"]]
-    rate = number(ours and 1e3 * measured[0]["tokens"] / ours, 0)
-    shares = [x["experts_share"] for x in measured if x.get("experts_share") is not None]
-    share = f"{100 * statistics.median(shares):.0f} %" if shares else "-"
-    cells = []
-    for other in others:
-        ratio = number(speedup(row, other, phase), 2)
-        first = number(speedup(row, other, phase, "first_ms"), 2)
-        cells.append(f"{ratio} ({first})" if phase.startswith("prefill") else ratio)
-    return [row["title"], phase, rate, *cells, share]
+def _speeds(rows: list[Row], names: list[str], packages: list[str]) -> str:
+    """Of each package tokens per second with moefp8, and how much faster that is than others."""
+    ours = [OURS[package] for package in packages]
+    columns = {
+        x: f"{ENGINES[x].title}, tokens/s" if x in ours else f"times as fast as {ENGINES[x].title}"
+        for x in ENGINES
+        if x in ours or x in names
+    }
+    has_share = VLLM in packages
+    lines = []
+    for row in rows:
+        for phase in phases_of(row):
+            cells = [_speed(row, phase, x) for x in columns]
+            lines.append([row["title"], phase, *cells, *[_share(row, phase)] * has_share])
+    return table(["model", "phase", *columns.values(), *["experts"] * has_share], lines)
+
+
+def _speed(row: Row, phase: str, engine: str) -> str:
+    """Tokens per second with moefp8; for another engine, how many times as fast that is."""
+    if engine in OURS.values():
+        ms = ms_of(row, engine, phase)
+        tokens = (x["phases"][phase]["tokens"] for x in _runs(row, engine) if phase in x["phases"])
+        return number(ms and 1e3 * next(tokens) / ms, 0)
+    ratio = number(speedup(row, engine, phase), 2)
+    first = number(speedup(row, engine, phase, "first_ms"), 2)
+    return f"{ratio} ({first})" if phase.startswith("prefill") else ratio
+
+
+def _share(row: Row, phase: str) -> str:
+    """The part of the GPU's time that experts take with moefp8 in vLLM."""
+    measured = (run["phases"].get(phase, {}) for run in _runs(row, OURS[VLLM]))
+    share = _median(x["experts_share"] for x in measured if x.get("experts_share") is not None)
+    return "-" if share is None else f"{100 * share:.0f} %"
 
 
 def _start(row: Row, engine: str) -> list[str]:
     """A line of the table of starts."""
     seconds = (start_of(row, engine, is_cold) for is_cold in (True, False))
     cells = (number(x, 1) for x in (*seconds, gib_of(row, engine)))
-    return [row["title"], TITLES[engine], *cells]
+    return [row["title"], ENGINES[engine].title, *cells]
