@@ -24,7 +24,7 @@ API    := moefp8 moefp8.distributed moefp8.functional.training.weights moefp8.hf
 NVRTCS := nvidia-cuda-nvrtc-cu12==12.6.* nvidia-cuda-nvrtc-cu12==12.8.* nvidia-cuda-nvrtc-cu12==12.9.* \
 	nvidia-cuda-nvrtc==13.0.* nvidia-cuda-nvrtc
 
-.PHONY: help demo test test-hf-oldest test-torch-oldest test-gpu test-gpu-quick public fuzz sanitize \
+.PHONY: help demo test test-hf-oldest test-torch-oldest test-gpu test-gpu-quick public fuzz faults sanitize \
 	verify-compilers check format docs dist publish bench-load clean
 help:            ## list the targets
 	@grep -E '^[a-z-]+: .*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -75,6 +75,9 @@ fuzz: $(READY)  ## MOEFP8_FUZZ_EXAMPLES random cases of each op, on a GPU if the
 	else \
 		MOEFP8_HYPOTHESIS_PROFILE=fuzz $(WITH) -m pytest tests/fuzz -m 'not gpu'; \
 	fi
+
+faults: $(READY)  ## put faults into the library, one at a time: a test of behaviour must see each
+	$(WITH) -m tests.faults
 
 sanitize: .venv/ready  ## small launches of every kernel under NVIDIA's compute-sanitizer
 	for tool in memcheck racecheck synccheck; do \

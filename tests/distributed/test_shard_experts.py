@@ -94,6 +94,22 @@ def test_experts_that_no_config_chooses_get_their_own_ids():
     assert row_errors(summed, whole(x, index, weights).double()).max() < 0.02
 
 
+class NotingExperts(OwnExperts):
+    def forward(self, x, index, weights):
+        return index, weights
+
+
+def test_choices_held_elsewhere_are_of_no_expert_and_have_score_0():
+    whole = NotingExperts(make("moefp8", 192, H))
+    x, index, weights = tokens_of(4, H), torch.arange(E).expand(4, E), torch.rand(4, E)
+    for rank, part in enumerate(parts(whole, "experts", 2)):
+        first, end = rank * E // 2, (rank + 1) * E // 2
+        is_here = (index >= first) & (index < end)
+        found, scores = part(x, index, weights)
+        assert torch.equal(found, (index - first).where(is_here, end - first))
+        assert torch.equal(scores, weights.where(is_here, 0))
+
+
 @pytest.mark.parametrize("layout", ["contiguous", "masked"])
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_a_rank_launches_the_kernels_of_its_layer_and_no_others(gpu, layout, rank):

@@ -129,6 +129,13 @@ def test_a_launch_is_prepared_once_and_takes_new_addresses(gpu):
     assert num_prepared() == 1 + len(others)
 
 
+def test_weights_of_one_layout_may_be_aligned_in_any_way(gpu):
+    """The emulated kernel checks that what it loads at once is aligned."""
+    memory = weights(33, 48).flatten()
+    for begin in (0, 1, 8, 0):
+        assert_right(memory[begin:][: 32 * 48].view(32, 48))
+
+
 @pytest.mark.parametrize("shape", [(0, 16), (16, 0), (0, 0), (0, 4, 16), (2, 0, 16), (2, 4, 0)])
 def test_nothing_is_launched_for_nothing(gpu, shape):
     assert quantize_128x128_both(weights(*shape), 2).data.shape == shape

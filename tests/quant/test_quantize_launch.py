@@ -12,7 +12,12 @@ from moefp8.kernels.common.divisor import divisor_of
 from moefp8.kernels.jit import compile_kernels
 from moefp8.kernels.program import Codes, Place, Record, Tensor
 from moefp8.quant import quantize_launch as room
-from moefp8.quant.quantize import launch_quantize_1x128, quantize_1x128, quantize_128x128
+from moefp8.quant.quantize import (
+    launch_quantize_1x128,
+    quantize_1x128,
+    quantize_128x128,
+    quantize_gradient_1x128,
+)
 from moefp8.quant.quantize_launch import Cut
 from tests import records
 from tests.gpu import NUM_SMS, same_bits
@@ -95,6 +100,14 @@ def test_a_launch_is_prepared_once_and_takes_new_addresses(gpu):
     for arguments in others:
         assert_right(*arguments)
     assert len(gpu.prepared()) == 1 + len(others)
+
+
+def test_gradients_with_the_layout_of_activations_have_a_floor_of_their_own(gpu):
+    x = 1e-6 * torch.randn(16, 256)
+    assert_right(x)
+    of_gradient = quantize_gradient_1x128(x), quantize_gradient_1x128.overload(x)
+    assert all(map(same_bits, *of_gradient))
+    assert_right(x)
 
 
 def assert_right(x: torch.Tensor, ue8m0: bool = False) -> None:

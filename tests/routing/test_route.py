@@ -186,6 +186,14 @@ def test_very_many_tokens_are_split(gpu, monkeypatch):
     assert max(map(len, gpu.workspaces[1:])) <= logits_launch.MAX_SUMS_BYTES
 
 
+def test_a_bias_is_no_part_of_what_was_prepared_without_one(gpu):
+    x, weight, bias = inputs_of(9, 512, 64)
+    for given in (None, 8 * bias, None):
+        ours, expected = (f(x, weight, given, *SIGMOID) for f in (route, OP))
+        assert torch.equal(ours[0], expected[0])
+        torch.testing.assert_close(ours[1], expected[1])
+
+
 def test_no_tokens_launch_nothing(gpu):
     router = TopKRouter(64, 16, 4)
     index, weights = router(torch.empty(0, 64).bfloat16())

@@ -1,6 +1,7 @@
 """What trained linears and experts launch on a GPU, emulated, beside PyTorch's bodies."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -99,6 +100,32 @@ def test_experts(sizes, saved_dtype, wgrad):
     assert sources.count("k_grouped") == 2
     assert "swiglu_columns" in sources
     assert "plan" not in sources
+
+
+def test_linears_of_one_layout_hold_their_inputs_each_in_its_way():
+    modules = [FP8Linear(128, 136, trainable=True, wgrad=wgrad) for wgrad in reversed(WGRADS)]
+    x = torch.randn(130, 128).bfloat16()
+    with jit.using(FakeDriver()):
+        found = [gradients_of(module, x) for module in modules]
+    for module, gradients in zip(modules, found, strict=True):
+        assert_alike(gradients, gradients_of(module, x))
+
+
+@pytest.mark.parametrize("name", ["gate_up_proj", "down_proj"])
+def test_one_weight_of_experts_may_have_main_grad(name):
+    """Its gradient is added there, and that of the other weight is written."""
+    module = GroupedExperts(3, 136, 72, trainable=True)
+    x, ids, weights = (
+        torch.randn(20, 136).bfloat16(),
+        torch.randint(0, 3, (20, 1)),
+        torch.ones(20, 1),
+    )
+    weight, results = getattr(module, name), []
+    for context in (nullcontext(), jit.using(FakeDriver())):
+        weight.main_grad = torch.full(weight.shape, 4.0)
+        with context:
+            results.append([*gradients_of(module, x, ids, weights), weight.main_grad])
+    assert_alike(*results)
 
 
 @pytest.mark.parametrize("sizes", [(150, 2, 4, 256, 144), (4000, 2, 3, 136, 72)])
