@@ -9,15 +9,15 @@ FAULTS = [
     # ---- Forward ----
     Fault(
         file="functional/experts_launch.py",
-        old="up_scales=split.up_scale_inv.data_ptr() - split.gate_scale_inv.data_ptr(),",
+        old="up_scales=halves.up_scale_inv.data_ptr() - halves.gate_scale_inv.data_ptr(),",
         new="up_scales=split.up_scale_inv.numel() * 4,",
         caught_by=_LAUNCH + "test_launches_compute_what_the_body_does[distinct-True-one token]",
         why="the scales of up are read at a wrong address",
     ),
     Fault(
-        file="functional/experts_launch.py",
-        old="saved = none if gate_up is None else gate_up.split(split * ids.shape[1])",
-        new="saved = none if gate_up is None else gate_up.split(split)",
+        file="functional/parts.py",
+        old="None if x is None else x.narrow(0, begin * each, count * each)",
+        new="None if x is None else x.narrow(0, begin, count * each)",
         caught_by=_BACKWARD + "test_many_tokens_go_in_the_parts_of_the_forward[2-True]",
         why="a part of the tokens saves gate and up among the rows of the part before",
     ),
@@ -61,8 +61,8 @@ FAULTS = [
     ),
     Fault(
         file="functional/experts_backward_launch.py",
-        old="of_saved = none if scales is None else scales.split(2 * rows)",
-        new="of_saved = none if scales is None else scales.split(rows)",
+        old="gate_up_scale_inv=row_scales,",
+        new="gate_up_scale_inv=inputs.gate_up_scale_inv,",
         caught_by=_BACKWARD + "test_many_tokens_go_in_the_parts_of_the_forward[2-True]",
         why="parts after the first have scales of other rows of gate and up",
     ),

@@ -5,8 +5,8 @@ from ..fault import Fault
 FAULTS = [
     Fault(
         file="kernels/program/place.py",
-        old="if spans[other][0] <= last and first <= spans[other][1]",
-        new="if spans[other][0] < last and first < spans[other][1]",
+        old="if since <= last and first <= until:",
+        new="if since < last and first < until:",
         caught_by="tests/kernels/program/test_place.py::"
         "test_two_buffers_share_memory_where_one_is_written_after_the_other_was_last_read",
         why="a kernel writes over what it reads",
