@@ -1,14 +1,17 @@
 """Tokens and gradients that come as codes: the bits are those of what was quantized."""
 
+from itertools import chain
+
 import pytest
 import torch
 
 from moefp8.functional import parts as parts_room
 from moefp8.functional.expert_configs import Sizes
+from moefp8.functional.expert_parts import Given
 from moefp8.functional.experts import ExpertsInputs, experts, experts_saving
 from moefp8.functional.experts_backward import experts_backward, routed_experts
+from moefp8.functional.experts_launch import experts_kernels
 from moefp8.kernels import E4M3
-from moefp8.routing import dispatch_launch
 from tests.functional.cases import tokens_of, weights_of
 from tests.functional.experts.quantized_cases import (
     SHAPES,
@@ -21,6 +24,7 @@ from tests.functional.experts.quantized_cases import (
 )
 from tests.functional.experts.records import forward_bytes
 from tests.gpu import same_bits
+from tests.records import TARGET
 from tests.routing.cases import CODE_PLACES, SCALE_PLACES
 
 E, H, I, K = 5, 144, 200, 2
@@ -75,16 +79,16 @@ KINDS = "distinct", "repeated", "out of range", "nowhere"
 @pytest.mark.parametrize("shape", [name for name in SHAPES if name != "no token"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_launches_take_codes(gpu, shape, kind):
-    """They are as many as of tokens, and each is one that `needed_kernels` tells."""
+    """They are as many as of tokens, and each is one that is listed for them."""
     made = case_of(SHAPES[shape], kind)
     (num_tokens, h), top_k, e = made.x.shape, made.ids.shape[1], made.num_experts
     for masked in (False, True):
         assert same_bits(forward(made, Codes(), masked), forward(made, Floats(), masked))
         ours, theirs = gpu.launched[-8:-4], gpu.launched[-4:]
         assert [x.kernel for x in ours[1:]] == [x.kernel for x in theirs[1:]]
-        sizes = {"hidden_size": h, "num_experts": e, "max_choices": num_tokens * top_k}
-        needed = dispatch_launch.needed_kernels(E4M3, masked=masked, **sizes)
-        assert ours[0].kernel in needed
+        sizes = Sizes(num_tokens, top_k, e, h, made.weights.down_proj.shape[2], masked)
+        listed = (experts_kernels(TARGET, sizes, Given(E4M3, is_aligned=x)) for x in (True, False))
+        assert ours[0].kernel in chain(*listed)
     for ours, theirs in zip(backward(made, Codes()), backward(made, Floats()), strict=True):
         assert same_bits(ours, theirs)
 

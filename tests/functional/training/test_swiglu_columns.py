@@ -36,13 +36,15 @@ from tests.gpu import on_cpu_and_gpu, on_gpu, poison
 
 DTYPES = torch.bfloat16, torch.float16, torch.float32
 SAVED_DTYPES = torch.bfloat16, E4M3
-KERNELS = list(
-    dict.fromkeys(
-        kernel
+KERNELS = [
+    *map(room.weights_kernel_of, DTYPES),
+    *(
+        room.kernel_of(is_fp8=dtype == E4M3, blocks=blocks)
         for blocks in (False, True)
-        for kernel in room.needed_kernels(DTYPES, SAVED_DTYPES, blocks=blocks)
-    )
-)
+        for dtype in SAVED_DTYPES
+    ),
+    room.sums_kernel_of(),
+]
 LIMITS = None, 0.5
 
 
