@@ -91,9 +91,6 @@ class Tensor:
         """The first of the matrices."""
         return replace(self, shape=self.shape[1:], strides=self.strides[1:])
 
-    def numel(self) -> int:
-        return prod(self.shape)
-
     def element_size(self) -> int:
         return self.dtype.itemsize
 
