@@ -120,9 +120,9 @@ def launch_experts(
     if x_scale_inv is not None:
         scales, of_scales = x_scale_inv.data_ptr(), layout_of(x_scale_inv)
     alignment = x_address % 16, gate % 16, down % 16, y_alignment, added % 16
-    of_tensors = tuple([layout_of(z) for z in tensors])
+    tensor_layouts = tuple([layout_of(z) for z in tensors])
     saves, of_others = gate_up is not None, (of_addend, of_scales, combine)
-    key = (_OP, of_tensors, of_others, alignment, options, saves, driver.max_sms)
+    key = (_OP, tensor_layouts, of_others, alignment, options, saves, driver.max_sms)
     found = driver.prepared().get(key)
     if found is None:
         check()

@@ -1,4 +1,4 @@
-"""Launch `plan.cu`, which builds a routing plan, on a Hopper GPU; and what `plan.cuh` is told.
+"""Launch `plan.cu`, which builds a routing plan; fields of `Routing` in `plan.cuh`.
 
 T tokens, k choices each, E experts, R rows.
 """
@@ -100,7 +100,7 @@ def routing_of(
     expert_offset: int = 0,
     words_of_choice: int = 1,
 ) -> Routing:
-    """What kernels that plan are told of it.
+    """The fields that kernels with a plan in them take.
 
     Args:
         op: the name that errors tell.

@@ -91,17 +91,17 @@ def launch_gemm(
     Raises what `GemmCall.check` does, JitError, or OutOfMemoryError.
     """
     driver, addresses = current_driver(), tuple([x.data_ptr() for x in tensors])
-    of_tensors = tuple([(x.shape, x.stride(), x.dtype, x.get_device()) for x in tensors])
+    tensor_layouts = tuple([(x.shape, x.stride(), x.dtype, x.get_device()) for x in tensors])
     of_a, of_a_scales, of_b, _, of_d = addresses[:5]
     aligned = (of_a | of_a_scales | of_b | of_d) % TMA_BYTES == 0
-    key = (options, of_tensors, aligned, driver.max_sms)
+    key = (options, tensor_layouts, aligned, driver.max_sms)
     run = driver.prepared().get(key)
     if run is None:
         run = _first_launch(describe())
         if run is None:
             return
         driver.keep(key, run)
-    run(of_tensors[0][3], addresses)
+    run(tensor_layouts[0][3], addresses)
 
 
 @torch.no_grad()
@@ -146,8 +146,8 @@ def _write_empty_sums(call: GemmCall) -> None:
 
 
 def _prepare(call: GemmCall) -> _Run:
-    operands, of_others = call.operands, {"bias": call.bias, "bounds": call.bounds}
-    others = layouts(**{name: x for name, x in of_others.items() if x is not None})
+    operands, optional = call.operands, {"bias": call.bias, "bounds": call.bounds}
+    others = layouts(**{name: x for name, x in optional.items() if x is not None})
     (m, k), n = operands.a.shape[-2:], operands.b.shape[-2]
     check_sizes(call.op, m, n, k)
     device_index = operands.b.get_device()

@@ -1,4 +1,4 @@
-"""Structures that the driver is given, told as C tells them."""
+"""Structures of the driver, declared as in C."""
 
 
 def fields(*members: tuple[type, str]) -> list[tuple[str, type]]:

@@ -68,7 +68,7 @@ def _launch_of(step: Step, device_index: int, sources: dict[str, tuple[int, int]
 
 
 def _box_of(of: TensorMap) -> Box:
-    """What TMA is told: sizes innermost first."""
+    """The arguments of a tensor map: sizes innermost first."""
     x = of.tensor
     pitch = pitch_of(x.shape, x.strides, x.element_size())
     strides, box = [pitch], [*of.box]

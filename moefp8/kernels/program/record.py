@@ -272,7 +272,7 @@ class Record:
     def buffer(self, name: str, num_bytes: int) -> Place:
         """Memory for the steps that touch it. Raises ValueError if the name is taken."""
         if name in self.buffers or name in self.inputs:
-            raise ValueError(f"record: each name must be told once, got {name!r} again")
+            raise ValueError(f"record: each name must be used once, got {name!r} again")
         self.buffers[name] = num_bytes
         return Place(name)
 

@@ -19,11 +19,11 @@ from tests.launches.gpu import recording
 from tests.records import TARGET
 
 
-def test_a_name_is_told_once():
+def test_a_name_is_used_once():
     r = record()
     r.buffer("rows", 16)
     for name in ("rows", "x"):
-        with pytest.raises(ValueError, match=f"each name must be told once, got '{name}' again"):
+        with pytest.raises(ValueError, match=f"each name must be used once, got '{name}' again"):
             r.buffer(name, 16)
 
 
