@@ -7,8 +7,8 @@ _LAUNCH = "tests/kernels/gemm/test_launch.py::"
 FAULTS = [
     Fault(
         file="kernels/gemm/call.py",
-        old="key = (options, of_tensors, aligned, driver.max_sms)",
-        new="key = (options, of_tensors, aligned)",
+        old="key = (options, tensor_layouts, aligned, driver.max_sms)",
+        new="key = (options, tensor_layouts, aligned)",
         caught_by=_LAUNCH + "test_num_sms_limits_the_grid[kOffsets]",
         why="a GEMM that was prepared before set_num_sms takes SMs that must stay free",
     ),
