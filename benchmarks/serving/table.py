@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from benchmarks.markdown import number, table
-from benchmarks.serving import ENGINES, OURS, PACKAGES, VLLM
+from benchmarks.serving import ENGINES, OURS, PACKAGES, SGLANG, VLLM
 from benchmarks.session import Row
 
 
@@ -75,11 +75,12 @@ def tables(results: dict[str, Any]) -> str:
 def _about(results: dict[str, Any], packages: list[str]) -> str:
     """What the table of speeds shows."""
     rows, gpu = results["rows"], results.get("gpu", results["cpu"])
-    ran = " and ".join(f"{PACKAGES[x]} {', '.join(versions_of(rows, x))}" for x in packages)
+    graphs = {VLLM: "`torch.compile` and CUDA graphs", SGLANG: "CUDA graphs"}
+    versions = {x: ", ".join(versions_of(rows, x)) for x in packages}
+    ran = " and ".join(f"{PACKAGES[x]} {versions[x]} with {graphs[x]}" for x in packages)
     owners = " or ".join(f"{PACKAGES[x]}'s" for x in packages)
-    graphs = "`torch.compile` and CUDA graphs" if packages == [VLLM] else "CUDA graphs"
     told = (
-        f"{ran} on one {gpu}, with {graphs}, no prefix cached: tokens per second with moefp8, and "
+        f"{ran} on one {gpu}, no prefix cached: tokens per second with moefp8, and "
         f"how many times as fast as {owners} own layers that is; in brackets for the first request "
         "of a kind after a start. "
     )
@@ -91,16 +92,24 @@ def _about(results: dict[str, Any], packages: list[str]) -> str:
 
 def _medians(rows: list[Row]) -> str:
     """How many runs of an engine there are; of each model, where these differ."""
-    titles: dict[int, list[str]] = {}
+    titles: dict[tuple[int, int], list[str]] = {}
     for row in rows:
-        titles.setdefault(max(len(_runs(row, name)) for name in ENGINES), []).append(row["title"])
-    if titles.keys() == {1}:
+        counts = [count for name in ENGINES if (count := len(_runs(row, name)))]
+        titles.setdefault((min(counts, default=0), max(counts, default=0)), []).append(row["title"])
+    if titles.keys() == {(1, 1)}:
         return "One run of each engine, a process of its own."
-    runs = {count: "one run" if count == 1 else f"{count} runs" for count in titles}
+    runs = {
+        (fewest, most): "one run" if most == 1 else f"{_up_to(fewest, most)} runs"
+        for fewest, most in titles
+    }
     if len(titles) > 1:
-        runs = {count: f"{runs[count]} ({', '.join(titles[count])})" for count in titles}
-    counts = " and ".join(runs.values())
-    return f"Medians of {counts}, engines in turns, each run in a process of its own."
+        runs = {counts: f"{runs[counts]} ({', '.join(titles[counts])})" for counts in titles}
+    each = " and ".join(runs.values())
+    return f"Medians of {each}, engines in turns, each run in a process of its own."
+
+
+def _up_to(fewest: int, most: int) -> str:
+    return f"{most}" if fewest == most else f"{fewest} to {most}"
 
 
 def _median(values: Iterable[float]) -> float | None:
@@ -136,9 +145,10 @@ def _speed(row: Row, phase: str, engine: str) -> str:
         ms = ms_of(row, engine, phase)
         tokens = (x["phases"][phase]["tokens"] for x in _runs(row, engine) if phase in x["phases"])
         return number(ms and 1e3 * next(tokens) / ms, 0)
-    ratio = number(speedup(row, engine, phase), 2)
+    if (ratio := speedup(row, engine, phase)) is None:
+        return "-"
     first = number(speedup(row, engine, phase, "first_ms"), 2)
-    return f"{ratio} ({first})" if phase.startswith("prefill") else ratio
+    return f"{ratio:.2f} ({first})" if phase.startswith("prefill") else f"{ratio:.2f}"
 
 
 def _share(row: Row, phase: str) -> str:

@@ -34,7 +34,7 @@ def test_speeds_are_those_of_medians_over_runs():
     assert "| Some model | prefill 16 x 1000 | 145455 | 2.00 (2.00) | 50 % |" in lines
     assert "| Some model | vLLM's default | 90.0 | 60.0 | - |" in lines
     assert "| Some model | moefp8 | - | 60.0 | - |" in lines
-    assert any("vLLM 0.26.0 on one a CPU" in line for line in lines)
+    assert any("CUDA graphs on one a CPU" in line for line in lines)
     assert any("Medians of 3 runs, engines in turns" in line for line in lines)
 
 
@@ -45,6 +45,14 @@ def test_models_with_other_numbers_of_runs_are_named():
         {**ABOUT, "rows": rows}
     )
     assert "One run of each engine" in tables({**ABOUT, "rows": rows[1:]})
+    more["engines"]["default"] = {"runs": [run(1.0)]}
+    assert "Medians of 1 to 2 runs, engines" in tables({**ABOUT, "rows": [more]})
+
+
+def test_an_engine_that_did_not_run_has_no_ratio():
+    rows = [row(moefp8={"runs": [run(1.0)]}), row(triton={"runs": [run(2.0)]})]
+    lines = tables({**ABOUT, "rows": rows}).splitlines()
+    assert "| Some model | prefill 16 x 1000 | 16000000 | - | - |" in lines
 
 
 def test_a_goal_names_the_engines_that_ran():
@@ -64,7 +72,7 @@ def test_an_engine_that_did_not_run_is_told():
     )
     told = tables({**ABOUT, "rows": [measured]})
     assert "- experts of DeepGEMM with Some model: it ended with 1: X" in told
-    assert "| Some model | prefill 16 x 1000 | 160000 | - (-) | - |" in told
+    assert "| Some model | prefill 16 x 1000 | 160000 | - | - |" in told
 
 
 def test_engines_of_sglang_are_beside_each_other_and_beside_those_of_vllm():
@@ -75,11 +83,11 @@ def test_engines_of_sglang_are_beside_each_other_and_beside_those_of_vllm():
     assert "| model | phase | SGLang with moefp8, tokens/s | times as fast as SGLang's d" in told
     assert "| Some model | prefill 16 x 1000 | 160000 | 1.50 (1.50) |\n" in told
     assert "| Some model | SGLang's default | - | 60.0 | - |" in told
-    assert "SGLang 0.26.0 on one a CPU" in told
+    assert "SGLang 0.26.0 with CUDA graphs on one a CPU" in told
     assert "vLLM" not in told
     told = tables({**ABOUT, "rows": [row(**vllm, **sglang)]})
     assert "| prefill 16 x 1000 | 200000 | 2.00 (2.00) | 160000 | 1.50 (1.50) | - |\n" in told
-    assert "vLLM 0.26.0 and SGLang 0.26.0 on one a CPU" in told
+    assert "and CUDA graphs and SGLang 0.26.0 with CUDA graphs on one a CPU" in told
 
 
 class FakeVllm:
