@@ -9,7 +9,7 @@ CEILINGS = {
     "Source(": 3,  # of a launch, where a record becomes one, and of a checkpoint
     "Sources(NamedTuple)": 0,
     "Memory(": 0,
-    "needed_kernels": 25,
+    "needed_kernels": 0,
     "Workspace.of": 0,
 }
 

@@ -158,15 +158,21 @@ def _backward_load(sizes: Sizes) -> tuple[int, int]:
 _backward_config = lru_cache(16384)(choose_grouped_config)
 
 
-def gate_up_config(source: ConfigSource, tokens: int, h: int, i: int) -> GemmConfig:
-    """The config of gate and up for experts that every token takes."""
-    return choose_experts_configs(tokens, 1, h, i, source.num_sms, exact=True)[0]
+def describe_gate_up_config(r: Record, tokens: int, h: int, i: int, *, saves: bool) -> GemmConfig:
+    """The config of gate and up for experts that every token takes, in a description."""
+    num_sms = r.target.configs.num_sms
 
+    def choose(load: int) -> GemmConfig:
+        return choose_experts_configs(load, 1, h, i, num_sms, exact=True)[0]
 
-def all_gate_up_configs(source: ConfigSource, max_tokens: int, h: int, i: int) -> set[GemmConfig]:
-    """What `gate_up_config` chooses for up to so many tokens."""
-    loads = deciding_loads(1, h, i)
-    return {gate_up_config(source, n, h, i) for n in loads if n <= max_tokens}
+    config = choose(tokens)
+
+    def largest(most: int) -> int:
+        loads = (n for n in deciding_loads(1, h, i) if tokens < n <= most)
+        return next((n for n in loads if choose(n) != config), most + 1) - 1
+
+    r.hold(tokens, largest)
+    return replace(config, saves_gate_up=saves)
 
 
 # ---- The heuristic ----

@@ -4,12 +4,13 @@ T tokens, H hidden, I intermediate.
 """
 
 import math
-from dataclasses import replace
+from collections.abc import Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
-from ..kernels.common.blocks import E4M3, empty_tma_aligned, num_blocks, round_up
+from ..kernels.common.blocks import E4M3, TMA_BYTES, num_blocks
 from ..kernels.common.checks import (
     FLOATS,
     check_rows_contiguous,
@@ -17,19 +18,28 @@ from ..kernels.common.checks import (
     check_shape,
     check_tensor,
 )
-from ..kernels.common.prepared import layout_of, prepared
+from ..kernels.common.prepared import Launches, layout_of, prepared
 from ..kernels.common.registry import register_inputs
-from ..kernels.common.tma_operands import fitting, lying_as
+from ..kernels.common.tma_operands import fits, fitting, lying_as
 from ..kernels.gemm.config import GroupLayout
-from ..kernels.gemm.dense import DenseInputs, block_scaled_matmul, launch_dense
+from ..kernels.gemm.dense import block_scaled_matmul
 from ..kernels.gemm.launch import GateUp, GroupsOfTokens, describe_gemm
-from ..kernels.gemm.operands import Operands, check_sizes
-from ..kernels.gemm.tuned import target_of
-from ..kernels.jit import Launch, current_driver
-from ..kernels.program import Codes, Place, Record, Tensor, prepare_launch
+from ..kernels.gemm.operands import check_sizes
+from ..kernels.gemm.tuned import dense_config, target_of
+from ..kernels.jit import Kernel, current_driver
+from ..kernels.program import (
+    Codes,
+    Place,
+    Record,
+    Span,
+    Target,
+    Tensor,
+    kernels_of,
+    prepare_launches,
+)
 from ..quant.numerics import quantize_1x128
-from ..quant.quantize import launch_quantize_1x128
-from .expert_configs import gate_up_config
+from ..quant.quantize_launch import describe_quantize
+from .expert_configs import describe_gate_up_config
 from .swiglu import check_limit, empty_gate_up, swiglu
 
 _OP = "feed_forward"
@@ -87,90 +97,167 @@ def _body(inputs: FeedForwardInputs, gate_up: torch.Tensor | None = None) -> tor
     return y.copy_(block_scaled_matmul(activated, scales, down, down_scale_inv, exact=exact))
 
 
+_INPUTS = (
+    *("x", "gate", "gate_scales", "up", "up_scales", "down", "down_scales"),
+    *("y", "saved"),
+)
+
+
 def _launch(inputs: FeedForwardInputs, gate_up: torch.Tensor | None = None) -> torch.Tensor:
     """`feed_forward` on a Hopper GPU: three kernels on the current stream; nothing waits for them.
 
     Each starts while the one before it ends, and loads weights meanwhile, as in linear.py.
     """
     y = _allocate(inputs)
-    x, gate, gate_scale_inv, up, up_scale_inv, down, down_scale_inv, *_ = inputs
-    swiglu_limit, batch_invariant = inputs.swiglu_limit, inputs.batch_invariant
-    (num_tokens, _), size = x.shape, gate.shape[0]
-    if y.numel() == 0 or size == 0:
+    if y.numel() == 0 or inputs.gate.shape[0] == 0:
         return y.zero_()
-    # Copies come before our kernels. The kernel knows only the address of up: up lies as gate does.
-    fitting_gate = fitting(gate)
-    fitting_up = lying_as(fitting_gate, up)
-    if gate_scale_inv.stride() != up_scale_inv.stride():  # one may be a single number, expanded
-        gate_scale_inv, up_scale_inv = gate_scale_inv.contiguous(), up_scale_inv.contiguous()
-    data, scale_inv = launch_quantize_1x128(x, False)
-    activated = x.new_empty(num_tokens, round_up(size, 16), dtype=E4M3)[:, :size]
-    scales = empty_tma_aligned((num_tokens, num_blocks(size)), x.device)
-    operands = Operands(fitting(data), scale_inv, fitting_gate, gate_scale_inv, activated)
-    _launch_gate_up(operands, fitting_up, up_scale_inv, scales, swiglu_limit, gate_up)
-    of_down = DenseInputs(activated, scales, down, down_scale_inv, y, None, batch_invariant)
-    launch_dense(of_down, programmatic=True)
+    return _launch_into(y, inputs, gate_up)
+
+
+def _launch_into(
+    y: torch.Tensor, inputs: FeedForwardInputs, gate_up: torch.Tensor | None
+) -> torch.Tensor:
+    """Write y [T, H], contiguous, which has elements."""
+    tensors, driver = inputs[:7], current_driver()
+    key = (
+        (_OP, *[layout_of(x) for x in tensors]),
+        tuple([x.data_ptr() % 16 for x in tensors]),
+        (gate_up is None, inputs.swiglu_limit, inputs.batch_invariant, driver.max_sms),
+    )
+    found = prepared(key, lambda: _prepare(y, inputs, gate_up))
+    if not found.launches:
+        return _launch_copies(y, inputs, gate_up)
+    saved = 0 if gate_up is None else gate_up.data_ptr()
+    found(y.get_device(), (*[x.data_ptr() for x in (*tensors, y)], saved))
     return y
 
 
-def _launch_gate_up(
-    operands: Operands,
-    up: torch.Tensor,
-    up_scale_inv: torch.Tensor,
-    scales: torch.Tensor,
-    swiglu_limit: float | None,
-    gate_up: torch.Tensor | None,
-) -> None:
-    """Write SwiGLU of the GEMMs of gate, in operands, and up, lying alike, into d and scales."""
-    driver, saves = current_driver(), gate_up is not None
-    tensors = (*operands, up, up_scale_inv, scales)
-    limit = math.inf if swiglu_limit is None else swiglu_limit
-    key = ("gate_up", tuple([layout_of(x) for x in operands]), limit, saves, driver.max_sms)
-    launch = prepared(
-        key, lambda: _prepare_gate_up(operands, (up, up_scale_inv), scales, limit, saves)
+def _launch_copies(
+    y: torch.Tensor, inputs: FeedForwardInputs, gate_up: torch.Tensor | None
+) -> torch.Tensor:
+    """The same by way of copies that the kernels can address; H becomes a multiple of 16."""
+    more = -inputs.x.shape[1] % 16
+    gate, up = (fitting(pad(w, (0, more))) for w in (inputs.gate, inputs.up))
+    fit = inputs._replace(
+        x=pad(inputs.x, (0, more)).contiguous(),
+        gate=gate,
+        gate_scale_inv=inputs.gate_scale_inv.contiguous(),
+        up=lying_as(gate, up),
+        up_scale_inv=inputs.up_scale_inv.contiguous(),
+        down=fitting(pad(inputs.down, (0, 0, 0, more))),
     )
-    saved = 0 if gate_up is None else gate_up.data_ptr()
-    addresses = *(x.data_ptr() for x in tensors), saved
-    launch.on(operands.a.get_device(), addresses)
+    if not more:
+        return _launch_into(y, fit, gate_up)
+    return y.copy_(_launch_into(torch.empty_like(fit.x, dtype=y.dtype), fit, gate_up)[:, :-more])
 
 
-_INPUTS = (
-    *("x", "x_scales", "gate", "gate_scales", "activated", "up", "up_scales"),
-    *("activated_scales", "saved"),
-)
-_WEIGHTS = frozenset(_INPUTS[2:4] + _INPUTS[5:7])
+def pad(x: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
+    """x with zeros after its end, as `torch.nn.functional.pad` adds them, or x itself."""
+    if not any(sizes):
+        return x
+    if x.dtype != E4M3:
+        return torch.nn.functional.pad(x, sizes)
+    return torch.nn.functional.pad(x.view(torch.uint8), sizes).view(E4M3)
 
 
-def _prepare_gate_up(
-    operands: Operands,
-    up: tuple[torch.Tensor, torch.Tensor],
-    scales: torch.Tensor,
-    limit: float,
-    saves: bool,
-) -> Launch:
-    """The grouped GEMM of a single group that has all tokens, and needs no bounds."""
-    (m, h), i = operands.a.shape, operands.b.shape[0]
-    check_sizes(_OP, m, i, h)
-    device_index = operands.a.get_device()
-    r = Record(target_of(device_index), _INPUTS, older=_WEIGHTS)
-    config = replace(gate_up_config(r.target.configs, m, h, i), saves_gate_up=saves)
+def _prepare(y: torch.Tensor, inputs: FeedForwardInputs, gate_up: torch.Tensor | None) -> Launches:
+    """The launches of all kernels; none where operands must be copied."""
+    x, gate, gate_scales, up, up_scales, down, down_scales, limit, batch_invariant = inputs
+    are_alike = gate.stride() == up.stride() and gate_scales.stride() == up_scales.stride()
+    can_address = all(map(fits, (gate, up, down)))
+    if not (x.shape[1] % 16 == 0 and x.stride(1) == 1 and are_alike and can_address):
+        return Launches((), 0)
+    check_sizes(_OP, len(x), gate.shape[0], x.shape[1])
+    device_index = x.get_device()
+    r = Record(target_of(device_index), _INPUTS)
+    describe_feed_forward(
+        r,
+        Tensor.of(x, "x"),
+        Codes.of(gate, gate_scales, "gate"),
+        Codes.of(up, up_scales, "up"),
+        Codes.of(down, down_scales, "down"),
+        Tensor.of(y, "y"),
+        limit=math.inf if limit is None else limit,
+        saved=None if gate_up is None else Place("saved"),
+        batch_invariant=batch_invariant,
+    )
+    return prepare_launches(r, device_index)
+
+
+def describe_feed_forward(
+    r: Record,
+    x: Tensor,
+    gate: Codes,
+    up: Codes,
+    down: Codes,
+    y: Tensor,
+    *,
+    limit: float = math.inf,
+    saved: Place | None = None,
+    batch_invariant: bool = False,
+) -> None:
+    """Quantize x [T, H], multiply it by gate and up, activate and quantize, multiply by down.
+
+    The GEMM of gate and up is the grouped one, with a single group that has all tokens and needs no
+    bounds.
+
+    Args:
+        x: columns contiguous; 16 divides H.
+        gate, up: codes [I, H] and scales, of one layout. down: [H, I]. TMA can address them.
+        y: bf16 [T, H], contiguous.
+        saved: memory for gate and up [T, 2, I], which a backward needs, or None.
+    """
+    (m, h), i = x.shape, gate.data.shape[0]
+    config = describe_gate_up_config(r, m, h, i, saves=saved is not None)
+    rows, activated = r.codes("rows", (1, m, h)), r.codes("activated", (1, m, i))
+    describe_quantize(r, x, rows.first(), None)
     tiles = config.token_tiles(m)
     describe_gemm(
         r,
         config,
-        Codes.of(operands.a, operands.a_scale_inv, "x").batched(),
-        Codes.of(operands.b, operands.b_scale_inv, "gate").batched(),
-        Tensor.of(operands.d, "activated").batched(),
+        rows,
+        gate.batched(),
+        activated.data,
         m,
         groups=GroupsOfTokens(GroupLayout.OFFSETS, None, 1, 1, tiles, bounds_ready=True),
-        gate_up=GateUp(
-            Codes.of(*up, "up").batched(),
-            limit,
-            Tensor.of(scales, "activated_scales").batched(),
-            Place("saved") if saves else None,
-        ),
+        gate_up=GateUp(up.batched(), limit, activated.scale_inv, saved),
     )
-    return prepare_launch(r, device_index)
+    config = dense_config(r, m, h, i, batch_invariant)
+    describe_gemm(r, config, activated.first(), down, y, m)
+
+
+def feed_forward_kernels(
+    target: Target,
+    most_tokens: int,
+    hidden_size: int,
+    intermediate_size: int,
+    dtype: torch.dtype,
+    *,
+    saves: bool,
+    batch_invariant: bool = False,
+) -> Iterator[Kernel]:
+    """The kernels for up to so many tokens of that dtype, at any address.
+
+    saves: those of `feed_forward_saving`.
+    """
+    h, i = hidden_size, intermediate_size
+
+    def describe(span: Span, alignment: int) -> Record:
+        r = Record(target, _INPUTS, span=span)
+        describe_feed_forward(
+            r,
+            Tensor.contiguous("x", span.first, h, dtype=dtype, alignment=alignment),
+            Codes.contiguous("gate", i, h),
+            Codes.contiguous("up", i, h),
+            Codes.contiguous("down", h, i),
+            Tensor.contiguous("y", span.first, h),
+            saved=Place("saved") if saves else None,
+            batch_invariant=batch_invariant,
+        )
+        return r
+
+    for alignment in (TMA_BYTES, dtype.itemsize):
+        yield from kernels_of(partial(describe, alignment=alignment), most_tokens)
 
 
 feed_forward = register_inputs(

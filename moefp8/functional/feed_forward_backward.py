@@ -5,30 +5,34 @@ quantized to 1x128, gate and up apart; dX = d[gate | up] W_gate_up.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
-from ..kernels.common.blocks import (
-    BLOCK,
-    E4M3,
-    MIN_GRADIENT_AMAX,
-    empty_tma_aligned,
-    num_blocks,
-    round_up,
-)
+from ..kernels.common.blocks import BLOCK, MIN_GRADIENT_AMAX, TMA_BYTES, round_up
 from ..kernels.common.checks import FLOATS, check_same_device, check_shape, check_tensor
-from ..kernels.common.prepared import layout_of, prepared
+from ..kernels.common.prepared import Launches, layout_of, prepared
 from ..kernels.common.registry import register_inputs
-from ..kernels.gemm.dense import DenseInputs, block_scaled_matmul, launch_dense
-from ..kernels.gemm.tuned import target_of
-from ..kernels.jit import Launch
-from ..kernels.program import Codes, Record, Tensor, prepare_launch
+from ..kernels.common.tma_operands import fitting
+from ..kernels.gemm.dense import block_scaled_matmul
+from ..kernels.gemm.launch import describe_gemm
+from ..kernels.gemm.tuned import dense_config, target_of
+from ..kernels.jit import Kernel, current_driver
+from ..kernels.program import (
+    Codes,
+    Record,
+    Span,
+    Target,
+    Tensor,
+    kernels_of,
+    prepare_launches,
+)
 from ..quant.numerics import quantize_1x128
-from ..quant.quantize import launch_quantize_1x128
+from ..quant.quantize_launch import describe_quantize
 from .autograd import first_order, no_gradients, records
-from .feed_forward import FeedForwardInputs, feed_forward, feed_forward_saving
+from .feed_forward import FeedForwardInputs, feed_forward, feed_forward_saving, pad
 from .swiglu import as_saved, swiglu_grad
 from .swiglu_backward_launch import describe_swiglu_backward
 from .transposed import transposed, transposed_side_by_side
@@ -105,44 +109,110 @@ def through_swiglu(
     return dx, (grad * activated).sum(-1)
 
 
+_INPUTS = "grad", "saved", "down", "down_scales", "gate_up", "gate_up_scales", "dx"
+
+
 def _launch(inputs: FeedForwardBackwardInputs) -> torch.Tensor:
     """On a Hopper GPU: quantize, GEMM, `swiglu_backward.cu`, GEMM; nothing waits for them."""
     dx = _allocate(inputs)
-    grad, gate_up, keeps = inputs.grad, as_saved(inputs.gate_up), inputs.keeps
-    num_tokens, i = grad.shape[0], inputs.down.shape[1]
+    grad, keeps, (h, i) = inputs.grad, inputs.keeps, inputs.down.shape
     if dx.numel() == 0 or i == 0:
         return dx.zero_()
-    down = transposed(inputs.down, keeps)
-    both = transposed_side_by_side(inputs.gate, inputs.up, keeps)
-    scales = torch.cat([inputs.gate_scale_inv, inputs.up_scale_inv])
-    data, scale_inv = launch_quantize_1x128(grad, False, MIN_GRADIENT_AMAX)
-    of_activated = grad.new_empty(num_tokens, round_up(i, 8), dtype=torch.bfloat16)[:, :i]
-    of_down = data, scale_inv, down, inputs.down_scale_inv.mT, of_activated, None
-    batch_invariant = inputs.batch_invariant
-    launch_dense(DenseInputs(*of_down, batch_invariant), programmatic=True, d_is_padded=True)
-    rows = grad.new_empty(num_tokens, 2 * round_up(i, BLOCK), dtype=E4M3)
-    row_scales = empty_tma_aligned((num_tokens, 2 * num_blocks(i)), grad.device)
+    more = -h % 16
+    tensors = (
+        (pad(grad, (0, more)) if grad.stride(1) == 1 else pad(grad, (0, more)).contiguous()),
+        as_saved(inputs.gate_up),
+        fitting(pad(transposed(inputs.down, keeps), (0, more))),
+        inputs.down_scale_inv.mT,
+        fitting(pad(transposed_side_by_side(inputs.gate, inputs.up, keeps), (0, 0, 0, more))),
+        torch.cat([inputs.gate_scale_inv, inputs.up_scale_inv]).mT,
+        torch.empty_like(pad(dx, (0, more))) if more else dx,
+    )
     limit = math.inf if inputs.swiglu_limit is None else inputs.swiglu_limit
+    options = limit, inputs.batch_invariant
+    layouts_of_call = tuple([layout_of(x) for x in tensors]), tensors[0].data_ptr() % 16
+    key = (_OP, *layouts_of_call, *options, current_driver().max_sms)
+    found = prepared(key, lambda: _prepare(tensors, *options))
+    found(grad.get_device(), tuple([x.data_ptr() for x in tensors]))
+    return dx.copy_(tensors[-1][:, :h]) if more else dx
 
-    def prepare() -> Launch:
-        device_index = grad.get_device()
-        r = Record(target_of(device_index), ("grad_activated", "saved", "rows", "rows_scales"))
-        describe_swiglu_backward(
+
+def _prepare(tensors: Sequence[torch.Tensor], limit: float, batch_invariant: bool) -> Launches:
+    """tensors: those of a call, in the order of its addresses."""
+    grad, saved, down, down_scales, gate_up, gate_up_scales, dx = tensors
+    device_index = grad.get_device()
+    r = Record(target_of(device_index), _INPUTS)
+    describe_backward(
+        r,
+        Tensor.of(grad, "grad"),
+        Tensor.of(saved, "saved"),
+        Codes.of(down, down_scales, "down"),
+        Codes.of(gate_up, gate_up_scales, "gate_up"),
+        Tensor.of(dx, "dx"),
+        limit=limit,
+        batch_invariant=batch_invariant,
+    )
+    return prepare_launches(r, device_index)
+
+
+def describe_backward(
+    r: Record,
+    grad: Tensor,
+    saved: Tensor,
+    down: Codes,
+    gate_up: Codes,
+    dx: Tensor,
+    *,
+    limit: float = math.inf,
+    batch_invariant: bool = False,
+) -> None:
+    """Quantize grad [T, H], multiply it by W_down^T, go through SwiGLU, multiply by W_gate_up^T.
+
+    Args:
+        grad: columns contiguous; 16 divides H.
+        saved: bf16 [T, 2, I] as `empty_gate_up` says.
+        down, gate_up: W^T, [I, H] and [H, 2 (I rounded up to 128)], and scales. TMA can address
+            them.
+        dx: bf16 [T, H], contiguous.
+    """
+    (m, h), i = grad.shape, saved.shape[2]
+    k = 2 * round_up(i, BLOCK)
+    grad_rows, rows = r.codes("grad_rows", (1, m, h)), r.codes("rows", (1, m, k))
+    grad_activated = r.matrices("grad_activated", (1, m, i), torch.bfloat16)
+    describe_quantize(r, grad, grad_rows.first(), None, min_amax=MIN_GRADIENT_AMAX)
+    config = dense_config(r, m, i, h, batch_invariant)
+    describe_gemm(r, config, grad_rows.first(), down, grad_activated.first(), m)
+    describe_swiglu_backward(r, grad_activated, saved, None, rows, limit)
+    config = dense_config(r, m, h, k, batch_invariant)
+    describe_gemm(r, config, rows.first(), gate_up, dx, m)
+
+
+def backward_kernels(
+    target: Target,
+    most_tokens: int,
+    hidden_size: int,
+    intermediate_size: int,
+    *,
+    batch_invariant: bool = False,
+) -> Iterator[Kernel]:
+    """The kernels of a backward of BF16 gradients for up to so many tokens, W^T apart."""
+    h, i = hidden_size, intermediate_size
+
+    def describe(span: Span, alignment: int) -> Record:
+        r = Record(target, _INPUTS, span=span)
+        describe_backward(
             r,
-            Tensor.of(of_activated, "grad_activated"),
-            Tensor.of(gate_up, "saved"),
-            None,
-            Codes.of(rows, row_scales, "rows"),
-            limit,
+            Tensor.contiguous("grad", span.first, h, alignment=alignment),
+            Tensor.contiguous("saved", span.first, 2, i),
+            Codes.contiguous("down", i, h),
+            Codes.contiguous("gate_up", h, 2 * round_up(i, BLOCK)),
+            Tensor.contiguous("dx", span.first, h),
+            batch_invariant=batch_invariant,
         )
-        return prepare_launch(r, device_index)
+        return r
 
-    launch = prepared((_OP, layout_of(gate_up), limit), prepare)
-    addresses = tuple([x.data_ptr() for x in (of_activated, gate_up, rows, row_scales)])
-    launch.on(grad.get_device(), addresses)
-    of_gate_up = rows, row_scales, both, scales.mT, dx, None
-    launch_dense(DenseInputs(*of_gate_up, batch_invariant), programmatic=True)
-    return dx
+    for alignment in (TMA_BYTES, torch.bfloat16.itemsize):
+        yield from kernels_of(partial(describe, alignment=alignment), most_tokens)
 
 
 feed_forward_backward = register_inputs(

@@ -4,6 +4,7 @@ T tokens, k choices each, R rows, I intermediate.
 """
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -20,8 +21,16 @@ from ..kernels.common.checks import FLOATS, check_same_device, check_shape, chec
 from ..kernels.common.prepared import layout_of, prepared
 from ..kernels.common.registry import register_inputs
 from ..kernels.gemm.tuned import target_of
-from ..kernels.jit import Launch
-from ..kernels.program import Codes, Place, Record, Tensor, layouts, prepare_launch
+from ..kernels.jit import Kernel, Launch
+from ..kernels.program import (
+    Codes,
+    Place,
+    Record,
+    Target,
+    Tensor,
+    layouts,
+    prepare_launch,
+)
 from ..quant.numerics import quantize_1x128
 from ..routing.combine import first_choices
 from .swiglu import as_saved, empty_gate_up, swiglu, swiglu_grad
@@ -74,6 +83,13 @@ def _prepare(gate_up: torch.Tensor, limit: float | None) -> Launch:
     r = Record(target_of(device_index), ("gate_up", "activated"))
     describe_swiglu(r, Tensor.of(gate_up, "gate_up"), Place("activated"), limit)
     return prepare_launch(r, device_index)
+
+
+def swiglu_kernels(target: Target, size: int) -> Iterator[Kernel]:
+    """The kernel of `swiglu_rows`."""
+    r = Record(target, ("gate_up", "activated"))
+    describe_swiglu(r, Tensor.contiguous("gate_up", 1, 2, size), Place("activated"), math.inf)
+    yield from r.kernels
 
 
 swiglu_rows = register_inputs(
@@ -212,6 +228,22 @@ def _prepare_backward(inputs: SwigluBackwardInputs, gradients: SwigluGradients) 
         weight_of_row=Place("weight_of_row"),
     )
     return prepare_launch(r, device_index)
+
+
+def swiglu_backward_kernels(target: Target, dtype: torch.dtype, size: int) -> Iterator[Kernel]:
+    """The kernel of `swiglu_rows_backward`; dtype: of the weights of choices."""
+    r = Record(target, SwigluBackwardInputs._fields[:4])
+    describe_swiglu_backward(
+        r,
+        Tensor.contiguous("grad", 1, size),
+        Tensor.contiguous("gate_up", 1, 2, size),
+        None,
+        r.codes("rows", (1, 1, 2 * round_up(size, BLOCK))),
+        math.inf,
+        weights=Tensor.contiguous("top_k_weights", 1, 1, dtype=dtype),
+        token_to_row=Place("token_to_row"),
+    )
+    yield from r.kernels
 
 
 swiglu_rows_backward = register_inputs(

@@ -11,7 +11,7 @@ from torch import nn
 
 from ..kernels import E4M3
 from ..kernels.common.checks import FLOATS
-from ..kernels.gemm.tuned import DEFAULT_SMS, ConfigSource, config_source_of
+from ..kernels.gemm.tuned import ANY_TARGET, DEFAULT_SMS, ConfigSource, config_source_of
 from ..kernels.jit import JitError, Kernel, compile_kernels, current_driver, keep_kernels
 from ..layers import FP8Linear, GroupedExperts, TopKRouter
 from ..layers.module import FixedDtypeModule, check_dtype
@@ -19,10 +19,12 @@ from ..layers.moe import SharedExperts
 from ..layers.parts import parts_of
 from ..layers.router import TOP_K_NAMES
 from ..layers.trainable import TrainableModule
-from ..quant import each_launch, quantize_launch
+from ..quant.each_launch import each_kernels
+from ..quant.quantize_launch import BLOCK_ROWS, quantize_kernels
 from ..system.progress import Progress
 from .variants import (
     Demand,
+    Exchange,
     Experts,
     ExpertsInSteps,
     ExpertsOfRank,
@@ -159,9 +161,9 @@ def _kernels_of_new_weights(
             if weight is None or weight.dtype != E4M3 or not weight.numel():
                 continue
             k = weight.shape[-1]
-            yield from each_launch.needed_kernels(dtype, k, transposed=backward)
+            yield from each_kernels(ANY_TARGET, dtype, k, transposed=backward)
             if is_cut:  # blocks may have rows of other ranks, so whole weights are quantized
-                yield from quantize_launch.kernels_of_cut(quantize_launch.BLOCK_ROWS, dtype, k)
+                yield from quantize_kernels(ANY_TARGET, dtype, 1, k, BLOCK_ROWS)
 
 
 # ---- What kernels depend on ----
@@ -197,7 +199,7 @@ def _layers_of(model: nn.Module, top_k: int | None) -> Iterator[Layer]:
         elif isinstance(module, GroupedExperts):
             found = _experts_of(module, top_k or _top_k_of(model, modules, name))
             parallel = module.parallel
-            yield found if parallel is None else ExpertsOfRank(found, parallel.needed())
+            yield found if parallel is None else ExpertsOfRank(found, Exchange.of(parallel))
 
 
 def _experts_of(module: GroupedExperts, top_k: int) -> Experts | TrainedExperts | ExpertsInSteps:

@@ -1,46 +1,48 @@
-"""Which kernels a layer can need on a Hopper GPU, for one token or up to `max_tokens`.
+"""Which ops a layer has, and so which kernels it can need for one token or up to `max_tokens`.
 
 T tokens, k choices each, E experts, H hidden, I intermediate. Nothing is compiled or launched here.
-Each layer chooses as the launchers of its op do; a test launches those and compares.
+An op lists its kernels itself, by the records that it makes.
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from itertools import product, starmap
 from typing import NamedTuple
 
 import torch
 
-from ..distributed.expert_parallel.needed import NeededByExchange
-from ..functional import swiglu_backward_launch, swiglu_launch
-from ..functional.expert_configs import (
-    Sizes,
-    all_gate_up_configs,
+from ..distributed.expert_parallel.experts import ParallelExperts
+from ..distributed.expert_parallel.peers_launch import (
+    COMBINE_AND_GIVE_BACK,
+    give_back_kernels,
+    push_kernels,
 )
+from ..functional import feed_forward_backward
+from ..functional.expert_configs import Sizes
 from ..functional.expert_parts import Given
 from ..functional.experts_backward_launch import experts_backward_kernels
 from ..functional.experts_launch import experts_kernels
+from ..functional.feed_forward import feed_forward_kernels
 from ..functional.linear import linear_kernels
+from ..functional.swiglu_rows import swiglu_backward_kernels, swiglu_kernels
+from ..functional.training import linear_launch as trained_linear
 from ..functional.training.experts_backward_launch import trained_backward_kernels
 from ..functional.training.rows import quantized_rows_kernels
-from ..kernels.common.blocks import BLOCK, E4M3, round_up
-from ..kernels.gemm import call
-from ..kernels.gemm.config import GemmConfig, GroupLayout
-from ..kernels.gemm.heuristic import deciding_sizes
-from ..kernels.gemm.k_grouped import launch as k_grouped_launch
-from ..kernels.gemm.launch import kernel_of
+from ..kernels.common.blocks import BLOCK, E4M3, ceil_div, round_up
+from ..kernels.gemm.call import grouped_kernels
 from ..kernels.gemm.tuned import ConfigSource
 from ..kernels.jit import ARCHITECTURE, Kernel
 from ..kernels.program import Target
-from ..quant import both_launch, columns_launch, quantize_launch, transpose_launch
-from ..routing import (
-    combine_launch,
-    plan_launch,
-    top_k_backward_launch,
-    top_k_launch,
-)
+from ..quant.both_launch import both_kernels
+from ..quant.columns import columns_kernels
+from ..quant.quantize_launch import quantize_kernels
+from ..quant.transpose_launch import transpose_kernels
+from ..routing import top_k_backward_launch, top_k_launch
+from ..routing.combine_launch import combine_kernels
+from ..routing.plan_launch import plan_kernels
 from ..routing.route import route_kernels
 from ..routing.route_backward import route_backward_kernels
+
+_BF16 = torch.bfloat16
 
 
 class Demand(NamedTuple):
@@ -79,18 +81,8 @@ class Demand(NamedTuple):
         """Calls of experts with tokens of these dtypes."""
         return starmap(Given, product(dtypes, self.scores, (True, False)))
 
-    def quantize_kernels(self, k: int) -> Iterator[Kernel]:
-        for dtype in self.dtypes:
-            yield from self.quantize_rows(dtype, self.max_tokens, k)
-
-    def quantize_rows(self, dtype: torch.dtype, max_rows: int, k: int) -> Iterator[Kernel]:
-        yield from quantize_launch.needed_kernels(dtype, max_rows, k, self.configs.all_sms)
-
-    def dense_kernels(
-        self, n: int, k: int, bias: torch.dtype | None = None, *, batch_invariant: bool
-    ) -> Iterator[Kernel]:
-        for m in deciding_sizes(self.max_tokens):
-            yield kernel_of(self.configs.dense(m, n, k, batch_invariant), bias)
+    def quantize(self, dtype: torch.dtype, most_rows: int, k: int) -> Iterator[Kernel]:
+        return quantize_kernels(self.target, dtype, most_rows, k)
 
 
 class Linear(NamedTuple):
@@ -106,18 +98,28 @@ class Linear(NamedTuple):
     batch_invariant: bool = False
 
     def kernels(self, demand: Demand) -> Iterator[Kernel]:
-        demand = demand.taking(self.takes)
         if self.n and self.k:
-            given, is_invariant = (demand.target, demand.max_tokens), self.batch_invariant
-            for dtype in demand.dtypes:
-                yield from linear_kernels(
-                    *given, self.n, self.k, dtype, bias=self.bias, batch_invariant=is_invariant
-                )
+            yield from self.forward_kernels(demand)
             if demand.backward:
-                yield from transpose_launch.needed_kernels(self.k)
-                yield from linear_kernels(
-                    *given, self.k, self.n, torch.bfloat16, batch_invariant=is_invariant
-                )
+                yield from transpose_kernels(demand.target, self.k)
+                yield from self.dgrad_kernels(demand)
+
+    def forward_kernels(self, demand: Demand) -> Iterator[Kernel]:
+        for dtype in demand.taking(self.takes).dtypes:
+            yield from linear_kernels(
+                demand.target,
+                demand.max_tokens,
+                self.n,
+                self.k,
+                dtype,
+                bias=self.bias,
+                batch_invariant=self.batch_invariant,
+            )
+
+    def dgrad_kernels(self, demand: Demand) -> Iterator[Kernel]:
+        """Those of BF16 gradients in its input."""
+        sizes, is_invariant = (demand.max_tokens, self.k, self.n), self.batch_invariant
+        return linear_kernels(demand.target, *sizes, _BF16, batch_invariant=is_invariant)
 
 
 class Master(NamedTuple):
@@ -132,12 +134,14 @@ class Master(NamedTuple):
     wgrad: str
     outputs: frozenset[tuple[torch.dtype, bool]]
 
-    def weight_kernels(self, m: int, n: int) -> Iterator[Kernel]:
-        """Those of gradients in weights [M, N]."""
-        for dtype, accumulates in self.outputs:
-            yield from k_grouped_launch.needed_kernels(
-                m, n, dtype, accumulates=accumulates, blocks_b=self.wgrad == "128x128"
-            )
+    @property
+    def has_columns(self) -> bool:
+        """Whether gradients in the weights are of column codes."""
+        return self.wgrad != "bf16" and bool(self.outputs)
+
+    @property
+    def blocks(self) -> bool:
+        return self.wgrad == "128x128"
 
 
 class TrainedLinear(NamedTuple):
@@ -147,27 +151,41 @@ class TrainedLinear(NamedTuple):
     master: Master
 
     def kernels(self, demand: Demand) -> Iterator[Kernel]:
-        n, k, *_ = self.frozen
-        if not (n and k):
+        linear, master = self
+        if not (linear.n and linear.k):
             return
-        yield from both_launch.needed_kernels(self.master.dtype, k)
-        yield from self.frozen.kernels(demand._replace(backward=False))
+        yield from both_kernels(demand.target, master.dtype, linear.k)
+        yield from linear.forward_kernels(demand)
+        if demand.backward and master.has_columns:
+            for dtype in demand.taking(linear.takes).dtypes:
+                yield from trained_linear.forward_kernels(
+                    demand.target,
+                    demand.max_tokens,
+                    linear.n,
+                    linear.k,
+                    dtype,
+                    bias=linear.bias,
+                    blocks=master.blocks,
+                    batch_invariant=linear.batch_invariant,
+                )
         if demand.backward:
-            yield from self.backward_kernels(demand, with_rows=True)
+            yield from self.backward_kernels(demand)
 
-    def backward_kernels(self, demand: Demand, *, with_rows: bool) -> Iterator[Kernel]:
-        """with_rows: whether the kernel that makes column codes of x makes those of rows, too."""
-        n, k, *_ = self.frozen
-        _, wgrad, outputs = self.master
-        yield from demand.dense_kernels(k, n, batch_invariant=self.frozen.batch_invariant)
-        yield from demand.quantize_rows(torch.bfloat16, demand.max_tokens, n)
-        if wgrad == "bf16" or not outputs:
-            return
-        blocks = wgrad == "128x128"
-        for taken in demand.taking(self.frozen.takes).dtypes:
-            yield from columns_launch.needed_kernels(taken, k, blocks=blocks, with_rows=with_rows)
-        yield from columns_launch.needed_kernels(torch.bfloat16, n, with_rows=True)
-        yield from self.master.weight_kernels(n, k)
+    def backward_kernels(self, demand: Demand) -> Iterator[Kernel]:
+        """Those of gradients in the input alone, and with those of the weight; BF16 ones."""
+        linear, master = self
+        yield from linear.dgrad_kernels(demand)
+        for dtype, accumulates in master.outputs if master.has_columns else ():
+            yield from trained_linear.backward_kernels(
+                demand.target,
+                demand.max_tokens,
+                linear.n,
+                linear.k,
+                dtype,
+                accumulates=accumulates,
+                blocks=master.blocks,
+                batch_invariant=linear.batch_invariant,
+            )
 
 
 class FeedForward(NamedTuple):
@@ -182,19 +200,18 @@ class FeedForward(NamedTuple):
         if h and i:
             yield from self.forward_kernels(demand)
             if demand.backward:
-                yield from backward_kernels(h, i, {torch.float32})
-                yield from demand.quantize_rows(torch.bfloat16, demand.max_tokens, h)
-                for n, k in ((i, h), (h, 2 * round_up(i, BLOCK))):
-                    yield from demand.dense_kernels(n, k, batch_invariant=is_invariant)
+                for k in {h, i}:
+                    yield from transpose_kernels(demand.target, k)
+                yield from feed_forward_backward.backward_kernels(
+                    demand.target, demand.max_tokens, h, i, batch_invariant=is_invariant
+                )
 
     def forward_kernels(self, demand: Demand) -> Iterator[Kernel]:
         """Those of a forward, and of one that saves for a backward if there is one."""
         h, i, is_invariant = self
-        yield from demand.quantize_kernels(h)
-        for config in all_gate_up_configs(demand.configs, demand.max_tokens, h, i):
-            saving = [replace(config, saves_gate_up=True)]
-            yield from gate_up_kernels(config, saving, GroupLayout.OFFSETS, demand)
-        yield from demand.dense_kernels(h, i, batch_invariant=is_invariant)
+        for dtype, saves in product(demand.dtypes, {False, demand.backward}):
+            sizes, options = (demand.max_tokens, h, i), {"batch_invariant": is_invariant}
+            yield from feed_forward_kernels(demand.target, *sizes, dtype, saves=saves, **options)
 
 
 class TrainedFeedForward(NamedTuple):
@@ -214,10 +231,12 @@ class TrainedFeedForward(NamedTuple):
         gate = up = Linear(i, h, None, None, is_invariant)
         down = Linear(h, i, None, frozenset({torch.float32}), is_invariant)
         for linear, master in zip((gate, up, down), self.masters, strict=True):
-            yield from both_launch.needed_kernels(master.dtype, linear.k)
+            yield from both_kernels(demand.target, master.dtype, linear.k)
             if demand.backward:
-                trained = TrainedLinear(linear, master)
-                yield from trained.backward_kernels(demand, with_rows=False)
+                yield from TrainedLinear(linear, master).backward_kernels(demand)
+            if demand.backward and master.has_columns:
+                for dtype in demand.taking(linear.takes).dtypes:
+                    yield from columns_kernels(demand.target, dtype, linear.k, blocks=master.blocks)
 
 
 class Experts(NamedTuple):
@@ -243,7 +262,7 @@ class Experts(NamedTuple):
         for given in demand.given(demand.dtypes):
             yield from experts_kernels(demand.target, sizes, given)
             if demand.backward:  # what saves for a backward is contiguous
-                saving = sizes._replace(masked=False), given._replace(saved=torch.bfloat16)
+                saving = sizes._replace(masked=False), given._replace(saved=_BF16)
                 yield from experts_kernels(demand.target, *saving)
 
     def sizes(self, demand: Demand) -> Sizes:
@@ -251,14 +270,14 @@ class Experts(NamedTuple):
 
     def quantize_saved(self, demand: Demand) -> Iterator[Kernel]:
         max_rows = 2 * demand.max_tokens * self.top_k
-        yield from demand.quantize_rows(torch.bfloat16, max_rows, self.intermediate_size)
+        return demand.quantize(_BF16, max_rows, self.intermediate_size)
 
     def _backward_kernels(self, demand: Demand) -> Iterator[Kernel]:
         sizes = self.sizes(demand)._replace(masked=False)
         for k in {self.hidden_size, self.intermediate_size}:
-            yield from transpose_launch.needed_kernels(k)
+            yield from transpose_kernels(demand.target, k)
         for given in demand.given(demand.gradients):
-            for saved in (torch.bfloat16, E4M3):
+            for saved in (_BF16, E4M3):
                 kept = given._replace(saved=saved)
                 yield from experts_backward_kernels(demand.target, sizes, kept)
         yield from self.quantize_saved(demand)
@@ -275,7 +294,7 @@ class TrainedExperts(NamedTuple):
         if not (num_experts and h and i):
             return
         for k in {h, i}:
-            yield from both_launch.needed_kernels(self.master.dtype, k)
+            yield from both_kernels(demand.target, self.master.dtype, k)
         yield from self.frozen.forward_kernels(demand)
         if demand.backward:
             yield from self.frozen.quantize_saved(demand)
@@ -284,15 +303,14 @@ class TrainedExperts(NamedTuple):
 
     def _in_fp8(self, demand: Demand) -> Iterator[Kernel]:
         sizes, outputs = self.frozen.sizes(demand)._replace(masked=False), self.master.outputs
-        blocks = self.master.wgrad == "128x128"
         for dtype, accumulate in outputs or {(None, False)}:
             for given in demand.given(demand.dtypes):
-                for saved in (torch.bfloat16, E4M3):
+                for saved in (_BF16, E4M3):
                     yield from trained_backward_kernels(
                         demand.target,
                         sizes,
                         given._replace(saved=saved),
-                        blocks=blocks,
+                        blocks=self.master.blocks,
                         dtypes=(dtype, dtype),
                         accumulate=accumulate,
                     )
@@ -300,14 +318,14 @@ class TrainedExperts(NamedTuple):
     def _in_bf16(self, demand: Demand) -> Iterator[Kernel]:
         """Step by step, with PyTorch's grouped GEMM for gradients in weights."""
         top_k, num_experts, h, i, *_ = self.frozen
-        yield from quantized_rows_kernels(demand.target, self.frozen.sizes(demand))
-        max_rows = demand.max_tokens * top_k
-        yield from plan_launch.needed_kernels(demand.max_tokens, top_k, demand.configs.all_sms)
-        yield swiglu_launch.kernel_of()
+        target, max_rows = demand.target, demand.max_tokens * top_k
+        yield from quantized_rows_kernels(target, self.frozen.sizes(demand))
+        yield from plan_kernels(target, demand.max_tokens, top_k)
+        yield from swiglu_kernels(target, i)
         for dtype in {*demand.dtypes, torch.float32}:
-            yield swiglu_backward_launch.kernel_of(dtype, is_fp8=False)
+            yield from swiglu_backward_kernels(target, dtype, i)
         for n, k in ((i, h), (h, 2 * round_up(i, BLOCK))):
-            yield from call.needed_kernels(max_rows, num_experts, n, k, demand.configs)
+            yield from grouped_kernels(target, max_rows, num_experts, n, k)
 
 
 class ExpertsInSteps(NamedTuple):
@@ -322,58 +340,80 @@ class ExpertsInSteps(NamedTuple):
         top_k, num_experts, h, i = self
         if not (num_experts and h and i):
             return
-        max_rows = demand.max_tokens * top_k
-        yield from plan_launch.needed_kernels(demand.max_tokens, top_k, demand.configs.all_sms)
+        target, max_rows = demand.target, demand.max_tokens * top_k
+        yield from plan_kernels(target, demand.max_tokens, top_k)
         for dtype in demand.dtypes:
-            yield from demand.quantize_rows(dtype, max_rows, h)
-        yield swiglu_launch.kernel_of()
-        yield from demand.quantize_rows(torch.bfloat16, max_rows, i)
-        of_weights = {*demand.dtypes, torch.float32}
+            yield from demand.quantize(dtype, max_rows, h)
+        yield from swiglu_kernels(target, i)
+        yield from demand.quantize(_BF16, max_rows, i)
+        scores = {*demand.dtypes, torch.float32}
         if h % 8 == 0:
-            at_once = combine_launch.at_once_of(self.top_k)
-            yield from (combine_launch.kernel_of(dtype, True, at_once) for dtype in of_weights)
+            for dtype in scores:
+                yield from combine_kernels(target, dtype, top_k, h)
         products = [(2 * i if i % BLOCK == 0 else i, h), (h, i)]  # gate and up may have one each
         if demand.backward:
             for k in {h, i}:
-                yield from transpose_launch.needed_kernels(k)
-            yield from demand.quantize_rows(torch.bfloat16, max_rows, h)
-            for dtype in of_weights:
-                yield swiglu_backward_launch.kernel_of(dtype, is_fp8=False)
+                yield from transpose_kernels(target, k)
+            yield from demand.quantize(_BF16, max_rows, h)
+            for dtype in scores:
+                yield from swiglu_backward_kernels(target, dtype, i)
             products += [(i, h), (h, 2 * round_up(i, BLOCK))]
         for n, k in products:
-            yield from call.needed_kernels(max_rows, num_experts, n, k, demand.configs)
+            yield from grouped_kernels(target, max_rows, num_experts, n, k)
 
 
-def gate_up_kernels(
-    config: GemmConfig, saving: Iterable[GemmConfig], layout: GroupLayout, demand: Demand
-) -> Iterator[Kernel]:
-    """That of a forward, and where a backward follows those that save gate and up."""
-    yield kernel_of(config, None, layout)
-    if demand.backward:
-        for each in saving:
-            yield kernel_of(each, None, GroupLayout.OFFSETS)
+class Exchange(NamedTuple):
+    """How ranks exchange the tokens of experts.
 
+    num_ranks: P. num_sharing: among how many ranks a call's tokens are divided before.
+    peers, collective: whether tokens may travel so.
+    """
 
-def backward_kernels(h: int, i: int, weights_dtypes: Iterable[torch.dtype]) -> Iterator[Kernel]:
-    """Those of a backward of experts, but for its GEMMs."""
-    for k in {h, i}:
-        yield from transpose_launch.needed_kernels(k)
-    for dtype in weights_dtypes:
-        for is_fp8 in (False, True):
-            yield swiglu_backward_launch.kernel_of(dtype, is_fp8=is_fp8)
+    num_ranks: int
+    num_sharing: int
+    peers: bool
+    collective: bool
+
+    @classmethod
+    def of(cls, experts: ParallelExperts) -> "Exchange":
+        num_sharing = experts.batch.size if experts.batch else 1
+        return cls(experts.group.size, num_sharing, *experts.group.may_use)
+
+    def most_sent(self, max_tokens: int) -> int:
+        """How many tokens a rank has at most, of calls with up to max_tokens."""
+        return ceil_div(max_tokens, self.num_sharing)
+
+    def most_received(self, max_tokens: int) -> int:
+        """How many the experts of a rank have at most."""
+        return self.most_sent(max_tokens) * self.num_ranks
+
+    def kernels(self, demand: Demand, hidden_size: int, *, are_codes: bool) -> Iterator[Kernel]:
+        """are_codes: tokens travel as FP8 codes; they may be at any address."""
+        target, h = demand.target, hidden_size
+        travelling = {*demand.dtypes, *([_BF16] if demand.backward else [])}  # BF16 gradients
+        if self.collective and are_codes:
+            for dtype in travelling:
+                yield from demand.quantize(dtype, self.most_sent(demand.max_tokens), h)
+        if self.peers:
+            for dtype in travelling:
+                yield from push_kernels(target, dtype, h, are_codes=are_codes)
+            yield from give_back_kernels(target, h)
+            if are_codes and h % 8 == 0:
+                yield COMBINE_AND_GIVE_BACK
+        if self.collective and h % 8 == 0:
+            yield from combine_kernels(target, torch.float32, self.num_ranks, h)
 
 
 class ExpertsOfRank(NamedTuple):
     """A rank's part of experts, to which tokens of all ranks come; to frozen ones as codes."""
 
     experts: Experts | TrainedExperts | ExpertsInSteps
-    exchange: NeededByExchange
+    exchange: Exchange
 
     def kernels(self, demand: Demand) -> Iterator[Kernel]:
         are_codes = isinstance(self.experts, Experts)
-        of = self.experts.frozen if isinstance(self.experts, TrainedExperts) else self.experts
-        told = of.hidden_size, demand.dtypes, demand.max_tokens, demand.configs.all_sms
-        yield from self.exchange.kernels(*told, are_codes=are_codes, backward=demand.backward)
+        sizes = self.experts.frozen if isinstance(self.experts, TrainedExperts) else self.experts
+        yield from self.exchange.kernels(demand, sizes.hidden_size, are_codes=are_codes)
         received = demand.taking(frozenset({E4M3}) if are_codes else None)
         most = self.exchange.most_received(demand.max_tokens)
         yield from self.experts.kernels(received._replace(max_tokens=most))

@@ -3,15 +3,16 @@
 E matrices of N rows of K weights, in parts of n = N / parts rows.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
-from ..kernels.common.blocks import TMA_BYTES, ceil_div
+from ..kernels.common.blocks import E4M3, TMA_BYTES, ceil_div
 from ..kernels.common.checks import INPUTS
 from ..kernels.common.divisor import divisor_of
 from ..kernels.jit import Kernel
-from ..kernels.program import Codes, Record, Tensor
+from ..kernels.program import Codes, Record, Target, Tensor
 from .transpose_launch import pitches_of
 
 _SOURCE = Path(__file__).with_name("both.cu")
@@ -33,10 +34,14 @@ def kernel_of(dtype: torch.dtype, *, vectorized: bool) -> Kernel:
     return Kernel(_SOURCE, f"both_kernel<{INPUTS[dtype]}, {str(vectorized).lower()}>")
 
 
-def needed_kernels(dtype: torch.dtype, k: int) -> list[Kernel]:
-    """The kernels for weights of K columns, which may lie anywhere."""
-    flags = (True, False) if k % _VECTOR == 0 else (False,)
-    return [kernel_of(dtype, vectorized=flag) for flag in flags]
+def both_kernels(target: Target, dtype: torch.dtype, k: int) -> Iterator[Kernel]:
+    """The kernels for weights of K columns, at any addresses."""
+    for alignment in (TMA_BYTES, dtype.itemsize):
+        r = Record(target, ("w", "out", "out_scales", "transposed"))
+        w = Tensor.contiguous("w", 1, k, dtype=dtype, alignment=alignment)
+        transposed = Tensor.contiguous("transposed", k, _TILE, dtype=E4M3)
+        describe_both(r, w, 1, Codes.contiguous("out", 1, k), transposed)
+        yield from r.kernels
 
 
 def describe_both(r: Record, w: Tensor, parts: int, out: Codes, transposed: Tensor) -> None:

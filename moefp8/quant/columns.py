@@ -8,6 +8,7 @@ GEMM faster. A block has rows of one expert only; where its blocks begin, `first
 """
 
 import math
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -27,8 +28,8 @@ from ..kernels.common.checks import FLOATS, check_same_device, check_tensor
 from ..kernels.common.prepared import layout_of, prepared
 from ..kernels.common.registry import register_inputs
 from ..kernels.gemm.tuned import target_of
-from ..kernels.jit import Launch
-from ..kernels.program import Codes, Place, Record, Tensor, prepare_launch
+from ..kernels.jit import Kernel, Launch
+from ..kernels.program import Codes, Place, Record, Target, Tensor, prepare_launch
 from . import numerics
 from .columns_launch import describe_columns, readable
 
@@ -114,6 +115,18 @@ def column_codes(
     pitch = round_up_to_tma(num_scales, torch.float32.itemsize)
     at = r.buffer(f"{name}_scales", num_blocks * pitch * 4)
     return Codes(data, Tensor((num_blocks, num_scales), (pitch, 1), torch.float32, at))
+
+
+def columns_kernels(
+    target: Target, dtype: torch.dtype, k: int, *, blocks: bool
+) -> Iterator[Kernel]:
+    """The kernels of `quantize_128x1` for rows of K features, at any addresses."""
+    for alignment in (_VECTOR_BYTES, dtype.itemsize):
+        r = Record(target, ("x",))
+        x = Tensor.contiguous("x", 1, k, dtype=dtype, alignment=alignment)
+        columns = column_codes(r, "columns", 1, k, blocks=blocks)
+        describe_columns(r, x, columns, 1, min_amax=MIN_AMAX, blocks=blocks)
+        yield from r.kernels
 
 
 def _allocate(inputs: ColumnsInputs, op: str = _OP) -> Quantized:

@@ -30,14 +30,6 @@ def kernel_of(
     return Kernel(_SOURCE, f"columns_kernel<{INPUTS[dtype]}, {flags}>")
 
 
-def needed_kernels(
-    dtype: torch.dtype, k: int, *, blocks: bool = False, with_rows: bool
-) -> list[Kernel]:
-    """The kernels for rows of K features, which may lie anywhere."""
-    flags = (True, False) if k % 8 == 0 else (False,)
-    return [kernel_of(dtype, blocks=blocks, with_rows=with_rows, vectorized=flag) for flag in flags]
-
-
 def readable(x: torch.Tensor) -> torch.Tensor:
     """x [T, K], or a copy of it if its rows are not contiguous or too far apart."""
     is_near = len(x) <= 1 or x.stride(0) * x.element_size() < _MAX_PITCH

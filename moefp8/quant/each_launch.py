@@ -4,7 +4,7 @@ M matrices [N, K] of a stack of S, in whose transpose `parts` matrices are side 
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import reduce
 from operator import or_
 from pathlib import Path
@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from ..kernels.common.blocks import TMA_BYTES, ceil_div
+from ..kernels.common.blocks import E4M3, TMA_BYTES, ceil_div
 from ..kernels.common.checks import INPUTS
 from ..kernels.common.divisor import divisor_of
 from ..kernels.jit import Kernel
-from ..kernels.program import Codes, Place, Record, Tensor, Word
+from ..kernels.program import Codes, Place, Record, Target, Tensor, Word
 
 MAX_MATRICES = 256  # of one launch, since a kernel takes 4 KiB of arguments
 MAX_STACK = 1 << 16
@@ -48,16 +48,21 @@ def kernel_of(dtype: torch.dtype, *, vectorized: bool, transposed: bool) -> Kern
     return Kernel(_SOURCE, f"each_kernel<{INPUTS[dtype]}, {flags}>")
 
 
-def needed_kernels(dtype: torch.dtype, k: int, *, transposed: bool) -> list[Kernel]:
-    """The kernels for weights of K columns, which may lie anywhere.
+def each_kernels(
+    target: Target, dtype: torch.dtype, k: int, *, transposed: bool
+) -> Iterator[Kernel]:
+    """The kernels for weights of K columns, at any addresses.
 
     transposed: W^T may be kept, and be written with them.
     """
-    return [
-        kernel_of(dtype, vectorized=vectorized, transposed=is_written)
-        for vectorized in ((True, False) if k % _VECTOR == 0 else (False,))
-        for is_written in ((False, True) if transposed else (False,))
-    ]
+    outs = [None, Tensor.contiguous("transposed", 1, k, _TILE, dtype=E4M3)]
+    for vectorized in (True, False) if k % _VECTOR == 0 else (False,):
+        for out in outs if transposed else outs[:1]:
+            r = Record(target, ("w", "places", "out", "out_scales", "transposed"))
+            codes = Codes.contiguous("out", 1, 1, k)
+            matrices, places = [Place("w")], [Word("places")]
+            describe_each(r, matrices, dtype, places, codes, out, 1, vectorized=vectorized)
+            yield from r.kernels
 
 
 def is_vectorized(

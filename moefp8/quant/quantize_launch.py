@@ -1,5 +1,7 @@
 """Describe `quantize.cu`, which quantizes to E4M3."""
 
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,7 +13,15 @@ from ..kernels.common.divisor import divisor_of
 from ..kernels.common.prepared import layout_of, prepared
 from ..kernels.gemm.tuned import target_of
 from ..kernels.jit import Kernel, Launch
-from ..kernels.program import Codes, Record, Tensor, prepare_launch
+from ..kernels.program import (
+    Codes,
+    Record,
+    Span,
+    Target,
+    Tensor,
+    kernels_of,
+    prepare_launch,
+)
 
 _SOURCE = Path(__file__).with_name("quantize.cu")
 _VECTOR_BYTES = TMA_BYTES  # a thread loads as many at once, if they are aligned
@@ -59,16 +69,20 @@ def kernel_of(cut: Cut, dtype: torch.dtype, vectorized: bool) -> Kernel:
     )
 
 
-def needed_kernels(dtype: torch.dtype, max_rows: int, k: int, num_sms: int) -> list[Kernel]:
-    """The kernels of 1x128 for up to `max_rows` rows, which may lie anywhere."""
-    cuts = (_FEW_ROWS, cut_1x128(max_rows, num_blocks(k), num_sms))
-    return list(dict.fromkeys(x for cut in cuts for x in kernels_of_cut(cut, dtype, k)))
+def quantize_kernels(
+    target: Target, dtype: torch.dtype, most_rows: int, k: int, cut: Cut | None = None
+) -> Iterator[Kernel]:
+    """The kernels for up to `most_rows` rows of K columns, at any addresses; cut: as in
+    `launch_quantize`."""
 
+    def describe(span: Span, alignment: int) -> Record:
+        r = Record(target, ("x",), span=span)
+        x = Tensor.contiguous("x", span.first, k, dtype=dtype, alignment=alignment)
+        describe_quantize(r, x, r.codes("rows", (1, span.first, k)).first(), cut)
+        return r
 
-def kernels_of_cut(cut: Cut, dtype: torch.dtype, k: int) -> list[Kernel]:
-    """The kernels for K columns that may lie anywhere."""
-    flags = (True, False) if k % 8 == 0 else (False,)
-    return [kernel_of(cut, dtype, flag) for flag in flags]
+    for alignment in (TMA_BYTES, dtype.itemsize):
+        yield from kernels_of(partial(describe, alignment=alignment), most_rows)
 
 
 def launch_quantize(

@@ -3,12 +3,13 @@
 E matrices of N rows of K codes, in parts of n = N / parts rows.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 
-from ..kernels.common.blocks import TMA_BYTES, ceil_div
+from ..kernels.common.blocks import E4M3, TMA_BYTES, ceil_div
 from ..kernels.common.divisor import divisor_of
 from ..kernels.jit import Kernel
-from ..kernels.program import Record, Tensor
+from ..kernels.program import Record, Target, Tensor
 
 _SOURCE = Path(__file__).with_name("transpose.cu")
 _VECTOR_BYTES = TMA_BYTES  # a thread moves as many at once, if they are aligned
@@ -23,10 +24,13 @@ def kernel_of(*, vectorized: bool) -> Kernel:
     return Kernel(_SOURCE, f"transpose_kernel<{str(vectorized).lower()}>")
 
 
-def needed_kernels(k: int) -> list[Kernel]:
-    """The kernels for weights of K columns, which may lie anywhere."""
-    flags = (True, False) if k % _VECTOR_BYTES == 0 else (False,)
-    return [kernel_of(vectorized=flag) for flag in flags]
+def transpose_kernels(target: Target, k: int) -> Iterator[Kernel]:
+    """The kernels for weights of K columns, at any addresses."""
+    for alignment in (TMA_BYTES, 1):
+        r = Record(target, ("w", "out"))
+        w = Tensor.contiguous("w", 1, k, dtype=E4M3, alignment=alignment)
+        describe_transpose(r, w, 1, Tensor.contiguous("out", k, _TILE, dtype=E4M3))
+        yield from r.kernels
 
 
 def describe_transpose(

@@ -3,6 +3,7 @@
 T tokens, k choices each, H hidden, R rows.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from ..kernels.common.blocks import ceil_div
 from ..kernels.common.checks import INPUTS
 from ..kernels.common.divisor import divisor_of
 from ..kernels.jit import Kernel
-from ..kernels.program import Place, Record, Tensor
+from ..kernels.program import Place, Record, Target, Tensor
 
 _OP = "combine"
 _SOURCE = Path(__file__).with_name("combine.cu")
@@ -39,6 +40,18 @@ def kernel_of(weights_dtype: torch.dtype, vectorized: bool, at_once: int = MOST_
 def at_once_of(top_k: int) -> int:
     """As many as there are, if few: else a token loads the row of its last choice again."""
     return _FEW_AT_ONCE if top_k <= _FEW_AT_ONCE else MOST_AT_ONCE
+
+
+def combine_kernels(
+    target: Target, dtype: torch.dtype, top_k: int, hidden_size: int
+) -> Iterator[Kernel]:
+    """The kernel of a combine alone, whose result is aligned; dtype: of the weights."""
+    r = Record(target, ("y", "token_to_row", "weights", "out"))
+    y, out = (Tensor.contiguous(name, 1, hidden_size) for name in ("y", "out"))
+    weights = Tensor.contiguous("weights", 1, top_k, dtype=dtype)
+    at_once = at_once_of(top_k)
+    describe_combine(r, y, Place("token_to_row"), weights, out, at_once=at_once)
+    yield from r.kernels
 
 
 def describe_combine(

@@ -3,6 +3,7 @@
 T tokens, k choices each, E experts, R rows.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,7 +14,16 @@ from ..kernels.common.divisor import divisor_of
 from ..kernels.common.prepared import layout_of, prepared
 from ..kernels.gemm.tuned import target_of
 from ..kernels.jit import Kernel, Launch
-from ..kernels.program import Arguments, Place, Record, Tensor, prepare_launch
+from ..kernels.program import (
+    Arguments,
+    Place,
+    Record,
+    Span,
+    Target,
+    Tensor,
+    kernels_of,
+    prepare_launch,
+)
 
 OP = "build_plan"
 _SOURCE = Path(__file__).with_name("plan.cu")
@@ -154,10 +164,16 @@ def kernel_of(ahead: int) -> Kernel:
     return Kernel(_SOURCE, f"plan_kernel<{ahead}>")
 
 
-def needed_kernels(max_tokens: int, top_k: int, num_sms: int) -> list[Kernel]:
-    """The kernels for up to `max_tokens` tokens."""
-    cuts = (cut_plan(num_tokens, top_k, num_sms) for num_tokens in (1, max_tokens))
-    return [kernel_of(ahead) for ahead in sorted({cut.ahead for cut in cuts})]
+def plan_kernels(target: Target, most_tokens: int, top_k: int) -> Iterator[Kernel]:
+    """The kernels for up to so many tokens."""
+
+    def describe(span: Span) -> Record:
+        r = Record(target, ("ids", *Maps._fields), span=span)
+        ids = Tensor.contiguous("ids", span.first, top_k, dtype=torch.int64)
+        describe_plan(r, ids, 1, num_rows=span.first * top_k)
+        return r
+
+    return kernels_of(describe, most_tokens)
 
 
 def launch_plan(inputs: PlanInputs, maps: Maps) -> Maps:
@@ -173,12 +189,37 @@ def _prepare(inputs: PlanInputs, num_rows: int) -> Launch:
     ids, num_experts, alignment, max_m, expert_offset, _ = inputs
     device_index = ids.get_device()
     r = Record(target_of(device_index), ("ids", *Maps._fields))
+    describe_plan(
+        r,
+        Tensor.of(ids, "ids"),
+        num_experts,
+        num_rows=num_rows,
+        alignment=alignment,
+        max_m=max_m,
+        expert_offset=expert_offset,
+    )
+    return prepare_launch(r, device_index)
+
+
+def describe_plan(
+    r: Record,
+    ids: Tensor,
+    num_experts: int,
+    *,
+    num_rows: int,
+    alignment: int = 1,
+    max_m: int | None = None,
+    expert_offset: int = 0,
+) -> None:
+    """One step that fills the inputs that `Maps` names; num_rows: of row_to_token."""
     num_sms, (num_tokens, top_k) = r.target.num_sms, ids.shape
     cut = cut_plan(num_tokens, top_k, num_sms)
+    if cut.ahead == 1:
+        r.hold(num_tokens * top_k, lambda _: 2 * _FEW_CHOICES)
     routing = routing_of(
         OP,
         cut.tokens,
-        Tensor.of(ids, "ids"),
+        ids,
         num_experts,
         max_m,
         MapPlaces(*map(Place, MapPlaces._fields)),
@@ -199,4 +240,3 @@ def _prepare(inputs: PlanInputs, num_rows: int) -> Launch:
         programmatic=False,
         shared_bytes=routing.shared_bytes,
     )
-    return prepare_launch(r, device_index)

@@ -109,12 +109,13 @@ def test_launches_compute_what_the_body_does(t, h, i, limit):
     assert quantization.kernel.name.startswith("quantize")
     assert (gate_up.config.gate_up, down.config.grouped) == (True, False)
     assert gate_up.programmatic
-    assert down.programmatic == (i % 16 == 0)  # else down was copied right before it
+    assert down.programmatic
 
 
+@pytest.mark.parametrize("i", [272, 264], ids=["weights fit", "copies do"])
 @pytest.mark.parametrize("at", [2, 4, 6])
-def test_one_number_may_be_the_scale_of_all_blocks(at):
-    made = operands(5, 256, 264)
+def test_one_number_may_be_the_scale_of_all_blocks(at, i):
+    made = operands(5, 256, i)
     made[at] = torch.full((1, 1), 0.01).expand(made[at].shape)
     with emulated():
         assert_launches_right(*made, None)
@@ -123,10 +124,12 @@ def test_one_number_may_be_the_scale_of_all_blocks(at):
 def test_other_layers_of_one_layout_prepare_nothing():
     layers, (x, *rest) = [operands(5, 256, 264) for _ in range(3)], operands(4, 256, 264)
     with emulated() as gpu:
+        counts = set()
         for _, *weights in layers:
             assert_launches_right(torch.randn(5, 256), *weights, None)
-        prepared = len(gpu.prepared())
-        assert prepared == len(gpu.kernels) == 3
+            counts.add(prepared := len(gpu.prepared()))
+        assert len(counts) == 1
+        assert len(gpu.kernels) == 3
         for arguments in ((x, *weights, 0.3), (x[:4], *rest, None)):
             assert_launches_right(*arguments)
             assert len(gpu.prepared()) > prepared

@@ -18,6 +18,7 @@ from moefp8.distributed.expert_parallel.experts import ParallelExperts
 from moefp8.distributed.expert_parallel.group import ExpertGroup
 from moefp8.distributed.expert_parallel.peer_memory import Peers
 from moefp8.kernels import E4M3, jit
+from moefp8.precompile.variants import Exchange
 from moefp8.routing import dispatch_launch
 from tests.distributed.expert_parallel.local_ranks import LocalAgreement
 from tests.distributed.expert_parallel.peers_cases import HostGroup
@@ -188,7 +189,7 @@ def test_what_was_asked_for_is_listed(transport, expected):
     nobody: Any = None
     agreement: Any = Alike(2)
     group = ExpertGroup(0, 2, agreement, nobody, transport=transport)
-    needed = ParallelExperts(group, NUM_EXPERTS).needed()
+    needed = Exchange.of(ParallelExperts(group, NUM_EXPERTS))
     assert (needed.num_ranks, needed.peers, needed.collective) == (2, *expected)
     names = {
         kernel.source.name
@@ -201,4 +202,4 @@ def test_what_was_asked_for_is_listed(transport, expected):
 def test_ranks_that_share_a_batch_divide_it(max_tokens, most):
     batch: Any = type("Batch", (), {"size": 2})()
     parallel = ParallelExperts(RankOfPeers(4), NUM_EXPERTS, batch)
-    assert parallel.needed().most_received(max_tokens) == most
+    assert Exchange.of(parallel).most_received(max_tokens) == most

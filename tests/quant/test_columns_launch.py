@@ -10,7 +10,7 @@ from moefp8.kernels.common.blocks import E4M3
 from moefp8.kernels.jit import compile_kernels
 from moefp8.kernels.program import Codes, Place, Record, Tensor
 from moefp8.quant import columns_launch as room
-from moefp8.quant.columns import quantize_1x128_and_128x1, quantize_128x1
+from moefp8.quant.columns import columns_kernels, quantize_1x128_and_128x1, quantize_128x1
 from tests import records
 from tests.fakes import cuda_on_cpu
 from tests.fakes.emulator import FakeDriver
@@ -29,7 +29,8 @@ KERNELS = [
     for dtype in DTYPES
     for blocks in (False, True)
     for with_rows in (True, False)
-    for kernel in room.needed_kernels(dtype, 8, blocks=blocks, with_rows=with_rows)
+    for vectorized in (True, False)
+    for kernel in [room.kernel_of(dtype, blocks=blocks, with_rows=with_rows, vectorized=vectorized)]
 ]
 of_blocks = pytest.mark.parametrize("blocks", [False, True], ids=["128x1", "128x128"])
 
@@ -39,8 +40,9 @@ of_blocks = pytest.mark.parametrize("blocks", [False, True], ids=["128x1", "128x
 @pytest.mark.usefixtures("own_cache")
 def test_every_variant_compiles_and_spills_nothing(tmp_path):
     assert len(KERNELS) == len(set(KERNELS)) == 24
-    assert room.needed_kernels(DTYPES[0], 12, with_rows=True) == KERNELS[1:2]
-    assert room.needed_kernels(DTYPES[0], 12, blocks=True, with_rows=True) == KERNELS[5:6]
+    assert {*columns_kernels(records.TARGET, DTYPES[0], 8, blocks=False)} == {*KERNELS[2:4]}
+    assert {*columns_kernels(records.TARGET, DTYPES[0], 12, blocks=False)} == {*KERNELS[3:4]}
+    assert {*columns_kernels(records.TARGET, DTYPES[0], 12, blocks=True)} == {*KERNELS[7:8]}
     cubins = compile_kernels(KERNELS)
     for kernel, cubin in zip(KERNELS, cubins, strict=True):
         assert cubin.problems() == []

@@ -17,14 +17,19 @@ from tests.fakes.emulator import FakeDriver
 from tests.quant.both_cases import DTYPES, weights
 from tests.quant.each_cases import SHAPES, assert_right, untouched
 
-KERNELS = [x for dtype in DTYPES for x in room.needed_kernels(dtype, 16, transposed=True)]
+
+def kernels_of(dtype: torch.dtype, k: int, *, transposed: bool = True) -> list[jit.Kernel]:
+    return list(dict.fromkeys(room.each_kernels(records.TARGET, dtype, k, transposed=transposed)))
+
+
+KERNELS = [x for dtype in DTYPES for x in kernels_of(dtype, 16)]
 
 
 @pytest.mark.usefixtures("own_cache")
 def test_every_variant_compiles_and_spills_nothing():
     assert len(KERNELS) == 12
-    assert room.needed_kernels(torch.float32, 12, transposed=True) == KERNELS[-2:]
-    assert room.needed_kernels(torch.float32, 12, transposed=False) == KERNELS[-2:-1]
+    assert kernels_of(torch.float32, 12) == KERNELS[-2:]
+    assert kernels_of(torch.float32, 12, transposed=False) == KERNELS[-2:-1]
     for kernel, cubin in zip(KERNELS, compile_kernels(KERNELS), strict=True):
         assert cubin.problems() == []
         registers = int(re.findall(r"Used (\d+) registers", cubin.log)[-1])
@@ -53,7 +58,7 @@ def test_the_kernels_text_writes_its_places_and_nothing_else(functions, dtype):
     check(16, 48, places=[0], shift=3)
     check(16, 48, places=[5, 1, 2, 0], stacked=[3, 1])
     names = {launch.kernel.name for launch in driver.launched}
-    assert names == {x.name for x in room.needed_kernels(dtype, 16, transposed=True)}
+    assert names == {x.name for x in kernels_of(dtype, 16)}
 
 
 def test_launches_of_one_layout_are_prepared_once():

@@ -34,7 +34,6 @@ from ...layers.experts import WEIGHTS, GroupedExperts
 from ...quant.quantize import quantize_1x128
 from .agreement import PHASES, Call, T, are_of_one_kind, dtype_and_devices
 from .local import LocalExperts
-from .needed import NeededByExchange
 from .shared_batch import SharedBatch
 
 if TYPE_CHECKING:
@@ -80,11 +79,6 @@ class ParallelExperts:
         """Arguments and result as in `GroupedExperts.forward`."""
         y: torch.Tensor = self._run(layer, hidden_states, top_k_index, top_k_weights, addend)
         return y
-
-    def needed(self) -> NeededByExchange:
-        """Which kernels may bring tokens to the experts and results back."""
-        num_sharing = self.batch.size if self.batch else 1
-        return NeededByExchange(self.group.size, num_sharing, *self.group.may_use)
 
     def _with_rows(self, layer: Any, x: torch.Tensor, *others: Any) -> torch.Tensor:
         """The call, with tokens [T, H]."""

@@ -3,19 +3,19 @@
 T tokens of a rank, M of any at most, k choices each, P ranks, E experts, H hidden.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from ...kernels.common.blocks import BLOCK, ceil_div, num_blocks
+from ...kernels.common.blocks import BLOCK, MIN_AMAX, TMA_BYTES, ceil_div, num_blocks
 from ...kernels.common.checks import INPUTS
 from ...kernels.common.divisor import divisor_of
 from ...kernels.common.prepared import layout_of, prepared
 from ...kernels.gemm.tuned import target_of
 from ...kernels.jit import Kernel, Launch
-from ...kernels.program import Place, Record, Tensor, Word, layouts, prepare_launch
+from ...kernels.program import Place, Record, Target, Tensor, Word, layouts, prepare_launch
 from .peer_memory import MAX_CHUNKS, GivenBack, PeerMemory, Received
 
 _PUSH = Path(__file__).with_name("push.cu")
@@ -60,6 +60,9 @@ class Sizes(NamedTuple):
     top_k: int
     num_experts: int
     hidden_size: int
+
+
+_ALONE = Member(0, 1, 0)  # kernels depend on no member
 
 
 def _given_back(member: Member, sizes: Sizes) -> GivenBack:
@@ -193,6 +196,31 @@ def describe_push(
     r.step(kernel, grid, _THREADS, arguments, early=(state,), programmatic=True)
 
 
+def push_kernels(
+    target: Target, dtype: torch.dtype, hidden_size: int, *, are_codes: bool
+) -> Iterator[Kernel]:
+    """The kernels that push tokens of H columns, at any address; are_codes: as FP8 codes."""
+    sizes = Sizes(1, 1, 1, hidden_size)
+    received = Received.of(1, hidden_size * dtype.itemsize, hidden_size, 1)
+    for alignment in (TMA_BYTES, dtype.itemsize):
+        r = Record(target, ("x", "ids", "state", "turn"))
+        describe_push(
+            r,
+            _ALONE,
+            sizes,
+            received,
+            0,
+            received.size,
+            Tensor.contiguous("x", 1, hidden_size, dtype=dtype, alignment=alignment),
+            Tensor.contiguous("ids", 1, 1, dtype=torch.int64),
+            None,
+            state=Place("state"),
+            turn=Word("turn"),
+            min_amax=MIN_AMAX if are_codes else None,
+        )
+        yield from r.kernels
+
+
 # ---- Giving back ----
 
 
@@ -306,6 +334,26 @@ def describe_give_back(
         },
     }
     _step_that_gives(r, give_back_kernel_of(unit), member, sizes, num_tokens, unit, arguments)
+
+
+def give_back_kernels(target: Target, hidden_size: int) -> Iterator[Kernel]:
+    """The kernel that gives rows of H columns back."""
+    r = Record(target, ("y", "ids", "out", "state", "turn"))
+    describe_give_back(
+        r,
+        _ALONE,
+        Sizes(1, 1, 1, hidden_size),
+        1,
+        0,
+        Tensor.contiguous("y", 1, hidden_size),
+        Place("ids"),
+        None,
+        Place("out"),
+        None,
+        state=Place("state"),
+        turn=Word("turn"),
+    )
+    yield from r.kernels
 
 
 def _places_of_sums(returning_at: int, member: Member, sizes: Sizes) -> dict[str, int]:

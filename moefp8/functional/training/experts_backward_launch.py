@@ -21,9 +21,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...kernels.common.blocks import BLOCK, MIN_GRADIENT_AMAX, TMA_BYTES, num_blocks, round_up
+from ...kernels.common.blocks import BLOCK, MIN_GRADIENT_AMAX, num_blocks, round_up
 from ...kernels.common.prepared import Launches, layout_of
-from ...kernels.gemm.k_grouped.config import Output, choose_config
 from ...kernels.gemm.k_grouped.launch import describe_k_grouped
 from ...kernels.gemm.tuned import ANY_TARGET, target_of
 from ...kernels.jit import Kernel, current_driver
@@ -285,12 +284,7 @@ class _Backward:
 
     def _sum(self, a: Codes, b: Codes, d: Tensor, offsets: Place, *, accumulates: bool) -> None:
         """The gradient of a weight: the sum over each expert's rows."""
-        n = d.shape[2]
-        config = choose_config(
-            *d.shape[1:],
-            Output.of(d.dtype, accumulates),
-            blocks_b=b.scale_inv.shape[1] != b.data.shape[1],
-            d_fits=d.fits and n * d.element_size() % TMA_BYTES == 0,
-        )
         num_tokens = BLOCK * self.num_columns
-        describe_k_grouped(self.r, config, a, b, d, num_tokens, expert_offsets=offsets)
+        describe_k_grouped(
+            self.r, a, b, d, num_tokens, accumulates=accumulates, expert_offsets=offsets
+        )

@@ -4,7 +4,8 @@ M rows, K in, N out. Forward: both codes of x, then the GEMM. Backward: both cod
 of dX, that of dW. What lies between the kernels is in one workspace.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -12,14 +13,21 @@ import torch
 from ...kernels.common.blocks import MIN_AMAX, MIN_GRADIENT_AMAX, TMA_BYTES, num_blocks
 from ...kernels.common.prepared import Launches, layout_of, prepared
 from ...kernels.common.tma_operands import fits
-from ...kernels.gemm.k_grouped import output_of
-from ...kernels.gemm.k_grouped.config import choose_config
 from ...kernels.gemm.k_grouped.launch import describe_k_grouped
 from ...kernels.gemm.launch import describe_gemm
 from ...kernels.gemm.operands import check_sizes
-from ...kernels.gemm.tuned import target_of
-from ...kernels.jit import current_driver
-from ...kernels.program import Codes, Record, Tensor, layouts, prepare_launches
+from ...kernels.gemm.tuned import dense_config, target_of
+from ...kernels.jit import Kernel, current_driver
+from ...kernels.program import (
+    Codes,
+    Record,
+    Span,
+    Target,
+    Tensor,
+    kernels_of,
+    layouts,
+    prepare_launches,
+)
 from ...quant.columns import column_codes
 from ...quant.columns_launch import describe_columns, readable
 
@@ -40,7 +48,7 @@ def _is_simple(x: torch.Tensor, codes: WeightCodes) -> bool:
     return bool(m and n and k) and k % 16 == n % 8 == 0 and is_readable and fits(codes.data)
 
 
-def _describe_product(
+def describe_forward(
     r: Record,
     x: Tensor,
     weights: Codes,
@@ -50,15 +58,41 @@ def _describe_product(
     bias: Tensor | None = None,
     blocks: bool = False,
     min_amax: float = MIN_AMAX,
-    batch_invariant: bool,
+    batch_invariant: bool = False,
 ) -> None:
     """Both codes of x [M, K], and y [M, N], the product of its rows with the weights [N, K]."""
     (m, k), n = x.shape, weights.data.shape[0]
     check_sizes(_OP, m, n, k)
     rows = r.codes("rows", (1, m, k)).first()
     describe_columns(r, x, columns, m, rows=rows, min_amax=min_amax, blocks=blocks)
-    config = r.target.configs.dense(m, n, k, batch_invariant)
+    config = dense_config(r, m, n, k, batch_invariant)
     describe_gemm(r, config, rows, weights, y, m, bias=bias)
+
+
+def describe_backward(
+    r: Record,
+    grad: Tensor,
+    weights: Codes,
+    x_columns: Codes,
+    dx: Tensor,
+    d: Tensor,
+    *,
+    accumulates: bool,
+    batch_invariant: bool = False,
+) -> None:
+    """dX [M, K] of grad [M, N] and the codes of W^T [K, N], and dW [N, K] into d or to it."""
+    m, n = grad.shape
+    columns = column_codes(r, "columns", num_blocks(m), n)
+    describe_forward(
+        r,
+        grad,
+        weights,
+        dx,
+        columns,
+        min_amax=MIN_GRADIENT_AMAX,
+        batch_invariant=batch_invariant,
+    )
+    describe_k_grouped(r, columns, x_columns, d.batched(), m, accumulates=accumulates)
 
 
 def _key_of(*tensors: torch.Tensor | None) -> tuple[object, ...]:
@@ -92,7 +126,7 @@ def launch_forward(
             return Launches((), 0)
         device_index = x.get_device()
         r = Record(target_of(device_index), _FORWARD)
-        _describe_product(
+        describe_forward(
             r,
             Tensor.of(x, "x"),
             Codes.of(*codes, "weight"),
@@ -110,6 +144,37 @@ def launch_forward(
         of_bias = 0 if bias is None else bias.data_ptr()
         found(x.get_device(), (*[z.data_ptr() for z in tensors], of_bias))
     return bool(found.launches)
+
+
+def forward_kernels(
+    target: Target,
+    most_tokens: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    *,
+    bias: torch.dtype | None = None,
+    blocks: bool = False,
+    batch_invariant: bool = False,
+) -> Iterator[Kernel]:
+    """The kernels of a forward that saves column codes, with weights [N, K], x at any address."""
+
+    def describe(span: Span, alignment: int) -> Record:
+        r, m = Record(target, _FORWARD, span=span), span.first
+        describe_forward(
+            r,
+            Tensor.contiguous("x", m, k, dtype=dtype, alignment=alignment),
+            Codes.contiguous("weight", n, k),
+            Tensor.contiguous("y", m, n),
+            column_codes(r, "of_x", num_blocks(m), k, blocks=blocks),
+            bias=None if bias is None else Tensor.contiguous("bias", n, dtype=bias),
+            blocks=blocks,
+            batch_invariant=batch_invariant,
+        )
+        return r
+
+    for alignment in (TMA_BYTES, dtype.itemsize):
+        yield from kernels_of(partial(describe, alignment=alignment), most_tokens)
 
 
 _BACKWARD = "grad", "weight", "weight_scales", "x_columns", "x_columns_scales", "dx", "d"
@@ -135,29 +200,20 @@ def launch_backward(
 
     def prepare() -> Launches:
         check()
-        d_fits = fits(d) and d.shape[1] * d.element_size() % TMA_BYTES == 0
         if not (_is_simple(grad, codes) and all(map(fits, of_x)) and d.stride(1) == 1):
             return Launches((), 0)
         device_index = grad.get_device()
         r = Record(target_of(device_index), _BACKWARD)
-        columns = column_codes(r, "columns", num_blocks(len(grad)), grad.shape[1])
-        _describe_product(
+        describe_backward(
             r,
             Tensor.of(grad, "grad"),
             Codes.of(*codes, "weight"),
+            Codes.of(*of_x, "x_columns"),
             Tensor.of(dx, "dx"),
-            columns,
-            min_amax=MIN_GRADIENT_AMAX,
+            Tensor.of(d, "d"),
+            accumulates=accumulates,
             batch_invariant=batch_invariant,
         )
-        config = choose_config(
-            *d.shape,
-            output_of(d, accumulates),
-            blocks_b=of_x[1].shape[1] != d.shape[1],
-            d_fits=d_fits,
-        )
-        x_columns, out = Codes.of(*of_x, "x_columns"), Tensor.of(d, "d").batched()
-        describe_k_grouped(r, config, columns, x_columns, out, len(grad))
         return prepare_launches(r, device_index)
 
     found = prepared(key, prepare)
@@ -165,3 +221,37 @@ def launch_backward(
         tensors = grad, *codes, *of_x, dx, d
         found(grad.get_device(), tuple([z.data_ptr() for z in tensors]))
     return bool(found.launches)
+
+
+def backward_kernels(
+    target: Target,
+    most_tokens: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    *,
+    accumulates: bool = False,
+    blocks: bool = False,
+    batch_invariant: bool = False,
+) -> Iterator[Kernel]:
+    """The kernels of a backward of BF16 gradients with weights [N, K], tensors at any addresses.
+
+    dtype: of dW.
+    """
+
+    def describe(span: Span, alignment: int) -> Record:
+        r, m = Record(target, _BACKWARD, span=span), span.first
+        describe_backward(
+            r,
+            Tensor.contiguous("grad", m, n, alignment=alignment),
+            Codes.contiguous("weight", k, n),
+            column_codes(r, "of_x", num_blocks(m), k, blocks=blocks),
+            Tensor.contiguous("dx", m, k),
+            Tensor.contiguous("d", n, k, dtype=dtype, alignment=alignment),
+            accumulates=accumulates,
+            batch_invariant=batch_invariant,
+        )
+        return r
+
+    for alignment in (TMA_BYTES, torch.bfloat16.itemsize):
+        yield from kernels_of(partial(describe, alignment=alignment), most_tokens)

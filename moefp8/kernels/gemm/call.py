@@ -9,26 +9,27 @@ from typing import NamedTuple
 
 import torch
 
-from ..common.blocks import BLOCK, TMA_BYTES, ceil_div
+from ..common.blocks import BLOCK, TMA_BYTES, ceil_div, round_up
 from ..jit import ARCHITECTURE, Kernel, Launch, current_driver
 from ..program import (
     Codes,
     Place,
     Record,
+    Span,
     Target,
     Tensor,
+    kernels_of,
     layouts,
     prepare_launch,
     prepare_launches,
 )
-from . import heuristic, tile_counter
+from . import heuristic
 from .config import GemmConfig, GroupLayout
 from .launch import (
     GroupsOfTokens,
     Sms,
     describe_gemm,
     has_more_tiles_than_clusters,
-    kernel_of,
 )
 from .operands import Operands, check_sizes, fitting_operands
 from .segments import ZERO_OF_LIST, describe_segments, list_bytes, most_segments
@@ -38,6 +39,7 @@ from .tuned import ConfigSource, target_of
 _INPUTS = "a", "a_scales", "b", "b_scales", "d"
 _OLDER = frozenset({"b", "b_scales", "bias", "bounds"})
 LEAST_PRODUCTS = 4e10  # of all groups, from which on a tile counter pays
+_MOST_THAT_COUNT = 2 * BLOCK  # rows of a group, that decide about a config if they are its most
 
 _Run = Callable[[int, tuple[int, ...]], None]  # launches on a GPU, with the addresses of a call
 
@@ -162,7 +164,16 @@ def _prepare(call: GemmCall) -> _Run:
     else:
         if call.group_layout != GroupLayout.MASKED:
             a, d = a.batched(), d.batched()
-        _describe_grouped(r, call, call.group_layout, a, b, d, others["bounds"].place)
+        describe_grouped(
+            r,
+            a,
+            b,
+            d,
+            call.group_layout,
+            others["bounds"].place,
+            expected_m=call.expected_m,
+            programmatic=call.programmatic,
+        )
     if len(r.steps) == 1:
         return prepare_launch(r, device_index).on
     return prepare_launches(r, device_index)
@@ -178,14 +189,77 @@ def prepare_dense(config: GemmConfig, operands: Operands, configs: ConfigSource)
     return prepare_launch(r, operands.d.get_device())
 
 
-def _describe_grouped(
-    r: Record, call: GemmCall, layout: GroupLayout, a: Codes, b: Codes, d: Tensor, bounds: Place
+class Grouped(NamedTuple):
+    """What a grouped GEMM chooses by how many rows it has.
+
+    tokens: about how many a group has. takes_tiles: see there.
+    """
+
+    config: GemmConfig
+    tokens: int
+    groups: GroupsOfTokens
+    takes_tiles: bool
+
+    @classmethod
+    def of(
+        cls,
+        layout: GroupLayout,
+        bounds: Place,
+        num_rows: int,
+        b: Codes,
+        tokens: int | None,
+        sms: Sms,
+    ) -> "Grouped":
+        """num_rows: of a, or of a slab. tokens: `expected_m`."""
+        of_all, n, k = b.data.shape
+        num_groups = most = of_all
+        mean, limit = ceil_div(num_rows, num_groups), min(num_rows, _MOST_THAT_COUNT)
+        if layout == GroupLayout.ROWS:  # each block of rows counts as a group
+            num_groups = most = most_segments(num_rows)
+            limit = BLOCK
+        elif layout == GroupLayout.SEGMENTS:
+            # A group that has tokens has a block, and its last one is half padding on average.
+            most = most_segments(num_rows)
+            num_groups, mean = min(num_groups, most), max(mean, BLOCK) - BLOCK // 2
+        tokens = min(tokens or mean, BLOCK if layout == GroupLayout.ROWS else num_rows)
+        config = heuristic.choose_grouped_config(
+            tokens, max(tokens, limit), num_groups, n, k, sms.busy, sms.busy == sms.all
+        )
+        groups = GroupsOfTokens(layout, bounds, of_all, most, config.token_tiles(tokens))
+        takes = takes_tiles(config, tokens, (num_rows, n, k), groups, sms)
+        return cls(config, tokens, groups, takes)
+
+
+def describe_grouped(
+    r: Record,
+    a: Codes,
+    b: Codes,
+    d: Tensor,
+    layout: GroupLayout,
+    bounds: Place,
+    *,
+    expected_m: int | None = None,
+    programmatic: bool = False,
 ) -> None:
-    """The GEMM, and before it a step that finds segments or zeroes a tile counter, if need be."""
-    (m, n), sms = d.shape[-2:], r.target.configs.sms
-    config, tokens, groups = _choose_grouped(call, layout, bounds, m, sms)
-    takes = takes_tiles(config, tokens, (m, n, a.data.shape[-1]), groups, sms)
-    programmatic = call.programmatic
+    """The GEMM, and before it a step that finds segments or zeroes a tile counter, if need be.
+
+    a, d: with three dimensions. bounds, expected_m, programmatic: as in `GemmCall`.
+    """
+    m, sms = d.shape[-2], r.target.configs.sms
+
+    def choose(num_rows: int) -> Grouped:
+        return Grouped.of(layout, bounds, num_rows, b, expected_m, sms)
+
+    def largest(most: int) -> int:
+        kernels = config, takes
+        for num_rows in _deciding_rows(b.data.shape[0], m, most):
+            other = choose(num_rows)
+            if (other.config, other.takes_tiles) != kernels:
+                return num_rows - 1
+        return most
+
+    config, tokens, groups, takes = choose(m)
+    r.hold(m, largest)
     if layout == GroupLayout.SEGMENTS:
         segments = r.buffer("segments", list_bytes(m))
         describe_segments(r, bounds, segments, m, groups.num_groups, programmatic=programmatic)
@@ -198,6 +272,34 @@ def _describe_grouped(
     # What is before it waits for all that came before, so the GEMM may start as soon as it has.
     may_start = programmatic or bool(r.steps)
     describe_gemm(r, config, a, b, d, tokens, groups=groups, programmatic=may_start)
+
+
+def _deciding_rows(num_groups: int, after: int, most: int) -> Iterator[int]:
+    """The numbers of rows above `after` where `Grouped` may be another, or just before them.
+
+    It depends on the mean of groups, and on how many rows a group has at most, as far as they
+    count.
+    """
+    num_rows = after
+    while num_rows < most:
+        last_of_mean = round_up(num_rows, num_groups)
+        is_few = num_rows < _MOST_THAT_COUNT or num_rows == last_of_mean
+        num_rows = num_rows + 1 if is_few else min(last_of_mean, most)
+        yield num_rows
+
+
+def grouped_kernels(
+    target: Target, most_rows: int, num_groups: int, n: int, k: int
+) -> Iterator[Kernel]:
+    """The kernels of a grouped GEMM with OFFSETS for up to so many rows, without `expected_m`."""
+
+    def describe(span: Span) -> Record:
+        r, m = Record(target, (*_INPUTS, "bounds"), older=_OLDER, span=span), span.first
+        b, d = Codes.contiguous("b", num_groups, n, k), r.matrices("out", (1, m, n), torch.bfloat16)
+        describe_grouped(r, r.codes("rows", (1, m, k)), b, d, GroupLayout.OFFSETS, Place("bounds"))
+        return r
+
+    return kernels_of(describe, most_rows)
 
 
 def takes_tiles(
@@ -219,40 +321,3 @@ def takes_tiles(
     if sms.busy <= config.cluster:  # a lone cluster takes all tiles anyway
         return False
     return has_more_tiles_than_clusters(config, num_groups, tokens, (m, n), groups, sms)
-
-
-def needed_kernels(
-    max_rows: int, num_groups: int, n: int, k: int, configs: ConfigSource
-) -> Iterator[Kernel]:
-    """The kernels of a grouped GEMM with OFFSETS for up to so many rows, without `expected_m`."""
-    # What a group has at most counts up to two blocks.
-    means = ((ceil_div(m, num_groups), min(m, 2 * BLOCK)) for m in range(1, max_rows + 1))
-    for mean, limit in dict.fromkeys(means):
-        sms, limit = configs.sms, max(mean, limit)
-        config = heuristic.choose_grouped_config(
-            mean, limit, num_groups, n, k, sms.busy, sms.busy == sms.all
-        )
-        yield kernel_of(config, None, GroupLayout.OFFSETS)
-    if num_groups > 1 and (max_rows + num_groups) * n * k >= LEAST_PRODUCTS:
-        yield tile_counter.kernel_of()
-
-
-def _choose_grouped(
-    call: GemmCall, layout: GroupLayout, bounds: Place, m: int, sms: Sms
-) -> tuple[GemmConfig, int, GroupsOfTokens]:
-    """The config, about how many tokens a group has, and what is known of the groups."""
-    of_all, n, k = call.operands.b.shape
-    num_groups = of_all
-    limit, mean, most = m, ceil_div(m, num_groups), num_groups
-    if layout == GroupLayout.ROWS:  # each block of rows counts as a group
-        num_groups = most = most_segments(m)
-        limit = BLOCK
-    elif layout == GroupLayout.SEGMENTS:
-        # A group that has tokens has a block, and its last one is half padding on average.
-        most = most_segments(m)
-        num_groups, mean = min(num_groups, most), max(mean, BLOCK) - BLOCK // 2
-    tokens = min(call.expected_m or mean, limit)
-    all_sms = sms.busy == sms.all
-    config = heuristic.choose_grouped_config(tokens, limit, num_groups, n, k, sms.busy, all_sms)
-    groups = GroupsOfTokens(layout, bounds, of_all, most, config.token_tiles(tokens))
-    return config, tokens, groups

@@ -18,5 +18,5 @@ def kernels_of(describe: Callable[[Span], Record], most_tokens: int) -> Iterator
     num_tokens = 1
     while num_tokens <= most_tokens:
         span = Span(num_tokens, most_tokens)
-        yield from (step.kernel for step in describe(span).steps)
+        yield from describe(span).kernels
         num_tokens = span.last + 1

@@ -57,10 +57,16 @@ class Tensor:
         return cls(tuple(x.shape), x.stride(), x.dtype, Place(name), alignment)
 
     @classmethod
-    def contiguous(cls, name: str, *shape: int, dtype: torch.dtype = torch.bfloat16) -> "Tensor":
+    def contiguous(
+        cls,
+        name: str,
+        *shape: int,
+        dtype: torch.dtype = torch.bfloat16,
+        alignment: int = TMA_BYTES,
+    ) -> "Tensor":
         """A contiguous input of a call."""
         strides = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
-        return cls(shape, strides, dtype, Place(name))
+        return cls(shape, strides, dtype, Place(name), alignment)
 
     @property
     def ndim(self) -> int:
@@ -257,6 +263,11 @@ class Record:
     steps: list[Step] = field(default_factory=list)
     buffers: dict[str, int] = field(default_factory=dict)
     span: Span | None = None
+
+    @property
+    def kernels(self) -> list[Kernel]:
+        """Those of the steps."""
+        return [step.kernel for step in self.steps]
 
     def hold(self, size: int, largest: Callable[[int], int]) -> None:
         """Tell up to which number of tokens a choice is the same.

@@ -17,6 +17,8 @@ from moefp8.distributed.expert_parallel.experts import ParallelExperts
 from moefp8.distributed.expert_parallel.group import ExpertGroup
 from moefp8.distributed.expert_parallel.local import LocalExperts
 from moefp8.kernels import jit
+from moefp8.kernels.gemm.tuned import ANY_TARGET
+from moefp8.precompile.variants import Demand, Exchange
 from moefp8.routing import plan_launch
 from tests.distributed.expert_parallel.local_ranks import group_of_one
 from tests.distributed.expert_parallel.peers_cases import GIVE_BACK, PUSH, HostGroup, build
@@ -226,9 +228,8 @@ def test_what_is_pushed_again_runs_kernels_that_are_precompiled(gpu, num_tokens)
     ids, scores = torch.zeros(num_tokens, K, dtype=torch.int64), torch.rand(num_tokens, K)
     x = torch.randn(num_tokens, size, dtype=torch.bfloat16, requires_grad=True)
     one, other = (ParallelExperts(group, E) for _ in range(2))
-    needed = one.needed().kernels(
-        size, [torch.bfloat16], 2, gpu.num_sms(0), are_codes=False, backward=True
-    )
+    demand = Demand(2, frozenset([torch.bfloat16]), ANY_TARGET.configs, backward=True)
+    needed = Exchange.of(one).kernels(demand, size, are_codes=False)
     exchange = group.exchange([Call(0, 0, E, size, K, num_tokens=num_tokens)], ids)
     exchange.dispatch(x.detach(), scores)
     other(layer, x, ids, scores, None)

@@ -9,15 +9,14 @@ import torch
 
 from moefp8.functional.expert_configs import (
     Sizes,
-    all_gate_up_configs,
     describe_configs,
+    describe_gate_up_config,
     experts_configs,
-    gate_up_config,
 )
 from moefp8.functional.experts import experts
 from moefp8.functional.linear import fp8_linear
 from moefp8.kernels.gemm import heuristic, tuned
-from moefp8.kernels.gemm.config import GroupLayout
+from moefp8.kernels.gemm.config import GemmConfig, GroupLayout
 from moefp8.kernels.gemm.launch import set_num_sms
 from moefp8.kernels.gemm.tuned import ConfigSource, Dense, Experts, Table
 from moefp8.kernels.program import Record, Span, Target
@@ -321,5 +320,14 @@ def test_all_choices_of_experts_are_listed(num_sms, layer, most):
 @pytest.mark.parametrize("most", [1, 200, 20000])
 def test_all_choices_of_shared_experts_are_listed(num_sms, h, i, most):
     configs = ConfigSource(num_sms, num_sms)
-    each = {gate_up_config(configs, tokens, h, i) for tokens in range(1, most + 1)}
-    assert all_gate_up_configs(configs, most, h, i) == each
+
+    def choice(span: Span | None, tokens: int) -> GemmConfig:
+        r = Record(Target("sm_90a", num_sms, configs), (), span=span)
+        return describe_gate_up_config(r, tokens, h, i, saves=False)
+
+    each = {choice(None, tokens) for tokens in range(1, most + 1)}
+    chosen, span = set(), Span(1, most)
+    while span.first <= most:
+        chosen.add(choice(span, span.first))
+        span = Span(span.last + 1, most)
+    assert chosen == each

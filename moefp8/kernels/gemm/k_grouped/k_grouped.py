@@ -19,7 +19,6 @@ from ...program import Codes, Place, Record, Tensor, prepare_launch
 from ..launch import busy_sms
 from ..operands import check_sizes
 from ..tuned import target_of
-from .config import Output, choose_config
 from .launch import describe_k_grouped
 
 _OP = "k_grouped_gemm"
@@ -158,29 +157,18 @@ def launch_k_grouped(inputs: KGroupedInputs) -> None:
         d.zero_()
 
 
-def output_of(d: torch.Tensor, accumulates: bool) -> Output:
-    """What becomes of a result that goes to d."""
-    return Output.of(d.dtype, accumulates)
-
-
 def _prepare(inputs: KGroupedInputs) -> Launch:
     is_grouped, device_index = inputs.expert_offsets is not None, inputs.d.get_device()
     d = inputs.d if is_grouped else inputs.d[None]
-    config = choose_config(
-        *d.shape[1:],
-        output_of(d, inputs.accumulates),
-        blocks_b=has_blocks_b(inputs.b, inputs.b_scale_inv),
-        d_fits=fits(d) and d.shape[2] * d.element_size() % TMA_BYTES == 0,
-    )
     others = ("expert_offsets",) if is_grouped else ()
     r = Record(target_of(device_index), (*_INPUTS, *others))
     describe_k_grouped(
         r,
-        config,
         Codes.of(inputs.a, inputs.a_scale_inv, "a"),
         Codes.of(inputs.b, inputs.b_scale_inv, "b"),
         Tensor.of(d, "d"),
         BLOCK * len(inputs.a) if is_grouped else inputs.num_tokens,
+        accumulates=inputs.accumulates,
         expert_offsets=Place("expert_offsets") if is_grouped else None,
     )
     return prepare_launch(r, device_index)

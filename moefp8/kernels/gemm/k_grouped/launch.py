@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import torch
-
 from ...common.blocks import BLOCK, TMA_BYTES, ceil_div
 from ...jit import Kernel
 from ...program import Codes, Place, Record, Tensor, TensorMap
@@ -17,45 +15,37 @@ def kernel_of(config: KGroupedConfig) -> Kernel:
     return Kernel(SOURCE, config.kernel_name(), "")
 
 
-def needed_kernels(
-    m: int, n: int, dtype: torch.dtype, *, accumulates: bool = False, blocks_b: bool = False
-) -> list[Kernel]:
-    """The kernels for d [E, M, N], which may lie anywhere: the gradient of weights [M, N].
-
-    They depend on no number of tokens, experts or SMs.
-    """
-    output = Output.of(dtype, accumulates)
-    ends_even = n * dtype.itemsize % TMA_BYTES == 0  # else TMA cannot address d
-    configs = (
-        choose_config(m, n, output, blocks_b=blocks_b, d_fits=d_fits)
-        for d_fits in ((True, False) if ends_even else (False,))
-    )
-    return [kernel_of(config) for config in configs] if m and n else []
+def _config_of(b: Codes, d: Tensor, *, accumulates: bool) -> KGroupedConfig:
+    (_, m, n), blocks_b = d.shape, b.scale_inv.shape[-1] != b.data.shape[1]
+    d_fits = d.fits and n * d.element_size() % TMA_BYTES == 0
+    output = Output.of(d.dtype, accumulates)
+    return choose_config(m, n, output, blocks_b=blocks_b, d_fits=d_fits)
 
 
 def describe_k_grouped(
     r: Record,
-    config: KGroupedConfig,
     a: Codes,
     b: Codes,
     d: Tensor,
     num_tokens: int,
     *,
+    accumulates: bool = False,
     expert_offsets: Place | None = None,
     programmatic: bool = True,
-    band: int | None = None,
 ) -> None:
     """One step that writes d, or adds to it.
 
-    TMA must be able to address all but d, and d too if `config.stages_output`.
+    TMA must be able to address all but d.
 
     Args:
         a, b: codes [B, M, 128] and [B, N, 128], scales [B, M] and [B, N] or [B, ceil(N/128)].
         d: [E, M, N].
+        accumulates: whether the product is added to what d holds, which is fp32 then.
         num_tokens: of the only expert; with offsets, no expert's rows end after it.
         expert_offsets: int32 [E + 1]; None: there is one expert.
     """
     num_experts, m, n = d.shape
+    config = _config_of(b, d, accumulates=accumulates)
     row_tiles, col_tiles = ceil_div(m, config.tile_m), ceil_div(n, config.tile_n * config.multicast)
     num_tiles = num_experts * row_tiles * col_tiles
     # The stride of a single matrix, or row, says nothing.
@@ -75,7 +65,7 @@ def describe_k_grouped(
         "n": n,
         "num_row_tiles": row_tiles,
         "num_col_tiles": col_tiles,
-        "band": min(row_tiles, band or max(1, _BAND_ROWS // config.tile_m)),
+        "band": min(row_tiles, max(1, _BAND_ROWS // config.tile_m)),
         "aligned": not any(x % unit for x in steps),
     }
     box_m = config.tile_m // config.multicast

@@ -2,18 +2,15 @@
 
 import itertools
 import re
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 
 import pytest
-import torch
 
 from moefp8.kernels import jit
 from moefp8.kernels.gemm.config import MAX_SHARED_BYTES
 from moefp8.kernels.gemm.k_grouped.config import KGroupedConfig, Output, choose_config
-from moefp8.kernels.gemm.k_grouped.launch import kernel_of, needed_kernels
-from tests.fakes.emulator import emulated
+from moefp8.kernels.gemm.k_grouped.launch import kernel_of
 from tests.kernels import nvdisasm
-from tests.kernels.gemm.k_grouped.cases import OUTPUTS, inputs_of, run_and_compare, sides
 from tests.kernels.gemm.test_compile import releases_before_reads
 from tests.sampling import sample
 
@@ -94,32 +91,3 @@ def test_a_configuration_holds_what_the_kernel_asks(output, blocks_b):
         assert config.threads == 384
         if blocks_b:  # a tile of columns has one scale
             assert 128 % config.tile_n == 0
-
-
-def find_launched(shape: tuple[int, int], output: str, blocks_b: bool, place: Callable) -> str:
-    with emulated() as gpu:
-        made = inputs_of(sides([20], *shape, blocks_b=blocks_b), output)
-        run_and_compare(made._replace(d=place(made.d)))
-    (launched,) = gpu.launched
-    return launched.kernel.name
-
-
-@pytest.mark.parametrize("output", OUTPUTS)
-@pytest.mark.parametrize("blocks_b", [False, True])
-@pytest.mark.parametrize("n", [8, 100, 130, 256])
-def test_needed_kernels_are_those_that_are_launched(output, blocks_b, n):
-    dtype, accumulates = OUTPUTS[output]
-    found = needed_kernels(70, n, dtype, accumulates=accumulates, blocks_b=blocks_b)
-    assert len(found) == (2 if n * dtype.itemsize % 16 == 0 else 1)
-
-    def at_odd_address(d: torch.Tensor) -> torch.Tensor:
-        return torch.empty(d.numel() + 1, dtype=d.dtype)[1:].view(d.shape).copy_(d)
-
-    launched = {
-        find_launched((70, n), output, blocks_b, place) for place in (lambda d: d, at_odd_address)
-    }
-    assert {kernel.name for kernel in found} == launched
-
-
-def test_without_features_no_kernel_is_needed():
-    assert needed_kernels(0, 8, torch.bfloat16) == needed_kernels(8, 0, torch.float32) == []
