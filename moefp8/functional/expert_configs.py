@@ -184,6 +184,7 @@ def deciding_loads(num_groups: int, h: int, i: int) -> list[int]:
     return sorted({*range(1, _WIDE_TOKENS + 1), tall})  # _WIDE_PRODUCTS decide among these alone
 
 
+@lru_cache(16384)
 def choose_experts_configs(
     tokens: int, num_groups: int, h: int, i: int, num_sms: int, *, exact: bool = False
 ) -> tuple[GemmConfig, GemmConfig]:

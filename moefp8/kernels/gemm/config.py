@@ -282,6 +282,7 @@ def in_cpp(value: bool | int | str) -> str:
 
 
 @lru_cache(4096)
+@lru_cache(4096)
 def with_most_stages(config: GemmConfig) -> GemmConfig:
     """`config` with as many stages as shared memory holds, 16 at most; 0 if it holds none."""
     budget = min(MAX_SHARED_BYTES, _SHARED_BYTES_PER_SM // config.ctas_per_sm - 1024)

@@ -327,4 +327,6 @@ def choose_grouped_config(
         candidates = [tall]
     elif are_pairs and num_tiles >= 2 * _WIDE_WAVES * num_sms:
         candidates = [wide]
+    if len(candidates) == 1:
+        return with_most_stages(candidates[0])
     return min(map(with_most_stages, candidates), key=estimate)
