@@ -224,3 +224,13 @@ def fitting_weights(weights: Weights) -> Weights:
     """The weights, each itself or a copy that TMA can address."""
     gate = fitting(weights.gate)
     return weights._replace(gate=gate, up=lying_as(gate, weights.up), down=fitting(weights.down))
+
+
+def weights_layout(weights: Weights) -> ExpertWeights:
+    """The layouts of the weights of a call."""
+    gate, gate_scales, up, up_scales, down, down_scales = weights
+    return ExpertWeights(
+        Codes.of(gate, gate_scales, "gate"),
+        Codes.of(up, up_scales, "up"),
+        Codes.of(down, down_scales, "down"),
+    )

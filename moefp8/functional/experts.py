@@ -4,13 +4,15 @@ T tokens, k choices each, E experts, H hidden, I intermediate.
 """
 
 import math
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import NamedTuple
+from math import gcd
+from typing import Any, NamedTuple, cast
 
 import torch
 
-from ..kernels.common.blocks import E4M3, num_blocks
+from ..kernels.common.blocks import E4M3, TMA_BYTES, num_blocks
 from ..kernels.common.checks import (
     FLOATS,
     check_choices,
@@ -21,15 +23,30 @@ from ..kernels.common.checks import (
     check_shape,
     check_tensor,
 )
+from ..kernels.common.prepared import Launches, layout_of
 from ..kernels.common.registry import register_inputs
 from ..kernels.gemm.dense import block_scaled_matmul
+from ..kernels.gemm.tuned import target_of
+from ..kernels.jit import current_driver
+from ..kernels.program import Place, Record, Tensor, layouts, prepare_launches
 from ..quant.numerics import quantize_1x128
+from ..quant.quantize import quantize_1x128 as quantize_op
 from ..routing.combine import combine_rows
 from ..routing.dispatch import dispatch_rows
 from ..routing.plan import build_maps
+from .autograd import first_order, no_gradients, records
 from .expert_configs import Sizes
-from .expert_parts import Combine
-from .experts_launch import launch_experts, num_parts_of
+from .expert_parts import (
+    Choices,
+    Combine,
+    fitting_weights,
+    results_layout,
+    split_weights,
+    weights_layout,
+)
+from .experts_backward import experts_backward
+from .experts_records import INPUTS, describe_experts, num_parts_of
+from .parts import split
 from .swiglu import check_limit, empty_gate_up, swiglu
 
 _OP = "experts"
@@ -150,24 +167,150 @@ def _body(inputs: ExpertsInputs, gate_up: torch.Tensor | None = None) -> torch.T
     return combine_rows(rows, token_to_row, top_k_weights, inputs.addend)
 
 
-def _launch(
+@dataclass(frozen=True)
+class _Prepared:
+    """What is kept for one layout of a layer and its tokens.
+
+    num_parts: in how many parts the tokens are computed; 0: there is nothing to compute.
+    up, up_scales: bytes from gate to up, and from the scales of gate to those of up.
+    fits: whether TMA can address the weights; if not, every call copies them.
+    launches: the prepared launches; None if the tokens are split or copied first.
+    """
+
+    num_parts: int
+    up: int = 0
+    up_scales: int = 0
+    fits: bool = True
+    launches: Launches | None = None
+
+
+def launch_experts(
     inputs: ExpertsInputs,
     gate_up: torch.Tensor | None = None,
     y: torch.Tensor | None = None,
     combine: Combine | None = None,
     word: int = 0,
 ) -> torch.Tensor:
-    limit = inputs.swiglu_limit
-    check_limit(_OP, limit)
-    limit = math.inf if limit is None else limit
-    tokens, projections, options = inputs[:3], inputs[3:7], (limit, *inputs[8:11])
-    check = partial(_allocate, inputs)
-    scale_inv = inputs.hidden_states_scale_inv
-    others = inputs.addend, y, gate_up, scale_inv, combine, word
-    return launch_experts(check, tokens, projections, options, *others)
+    """`experts` on the current stream, bf16 [T, H]; nothing waits for it.
+
+    Weights that TMA cannot address (16 does not divide H, or I) are copied first, in every call.
+
+    gate_up: memory for what `experts_saving` gives beside the result; the layout is contiguous.
+    y: contiguous memory for the result; None: it is allocated.
+    combine: stands for `describe_combine`; `y` is then what it needs, and neither tokens nor
+        weights may be such that they are split or copied.
+    word: a number for the kernel of `combine`, which may differ from call to call.
+    """
+    tensors, driver = inputs[:7], current_driver()
+    addend, x_scale_inv = inputs[11:]
+    x, addresses = tensors[0], tuple([z.data_ptr() for z in tensors])
+    x_address, _, _, gate, gate_scales, down, _ = addresses
+    y_alignment = 0 if y is None else y.data_ptr() % 16
+    added, addend_layout = (0, None) if addend is None else (addend.data_ptr(), layout_of(addend))
+    scales, scales_layout = 0, None
+    if x_scale_inv is not None:
+        scales, scales_layout = x_scale_inv.data_ptr(), layout_of(x_scale_inv)
+    key = (
+        _OP,
+        tuple([layout_of(z) for z in tensors]),
+        (addend_layout, scales_layout, combine),
+        (x_address % 16, gate % 16, down % 16, y_alignment, added % 16),
+        inputs[7:11],
+        gate_up is not None,
+        driver.max_sms,
+    )
+    found = driver.prepared().get(key)
+    if found is None:
+        _allocate(inputs)  # this raises if the arguments are wrong
+        found = driver.keep(key, _prepare(inputs, y_alignment, gate_up is not None, combine))
+    if y is None:
+        y = torch.empty_like(x, dtype=torch.bfloat16, memory_format=torch.contiguous_format)
+    if found.launches is None:
+        _launch_parts(found.num_parts, inputs, y, gate_up)
+        return y
+    if found.fits:
+        up, up_scales = gate + found.up, gate_scales + found.up_scales
+        weights: tuple[int, ...] = (gate, gate_scales, up, up_scales, *addresses[5:])
+    else:
+        copies = fitting_weights(split_weights(inputs[3:7]))
+        weights = tuple([z.data_ptr() for z in copies])
+    saved = 0 if gate_up is None else gate_up.data_ptr()
+    others = y.data_ptr(), added, saved, scales, word
+    found.launches(x.get_device(), (*addresses[:3], *weights, *others))
+    return y
 
 
-experts = register_inputs(_OP, ExpertsInputs, "Tensor", cpu=_body, fake=_allocate, hopper=_launch)
+def _launch_parts(
+    num_parts: int, inputs: ExpertsInputs, y: torch.Tensor, gate_up: torch.Tensor | None
+) -> None:
+    """Launch part by part, or as a whole with hidden states and addend made contiguous."""
+    addend = inputs.addend
+    if num_parts == 0:
+        y.zero_()
+        if addend is not None:
+            y.add_(addend.detach())
+    elif num_parts == 1:
+        addend = None if addend is None else addend.contiguous()
+        whole = inputs._replace(hidden_states=inputs.hidden_states.contiguous(), addend=addend)
+        launch_experts(whole, gate_up, y)
+    else:
+        tokens = *inputs[:3], addend, inputs.hidden_states_scale_inv, y, gate_up
+        for x, ids, scores, added, x_scales, some_y, saved in split(num_parts, len(y), *tokens):
+            part = inputs._replace(
+                hidden_states=x,
+                top_k_index=ids,
+                top_k_weights=scores,
+                addend=added,
+                hidden_states_scale_inv=x_scales,
+            )
+            launch_experts(part, saved, some_y)
+
+
+def _prepare(
+    inputs: ExpertsInputs, y_alignment: int, saves: bool, combine: Combine | None
+) -> _Prepared:
+    x, ids, scores, *_ = inputs
+    limit, masked, expert_offset, num_global_experts, addend, x_scale_inv = inputs[7:]
+    (num_tokens, top_k), (num_experts, h, i) = ids.shape, inputs.down_proj.shape
+    layer = num_tokens, top_k, num_experts, h, i
+    sizes = Sizes(*layer, masked, num_global_experts)
+    if 0 in layer:
+        return _Prepared(0)
+    num_parts = num_parts_of(sizes, saves=saves)
+    is_copied = (x.stride(1) != 1 and h > 1) or (addend is not None and not addend.is_contiguous())
+    if num_parts > 1 or is_copied:
+        if combine is not None:
+            raise ValueError(f"{_OP}: what combine brings elsewhere must be computed in one part")
+        return _Prepared(num_parts)
+    halves = split_weights(inputs[3:7])
+    fitting = fitting_weights(halves)
+    device_index = x.get_device()
+    r = Record(target_of(device_index), INPUTS)
+    describe_experts(
+        r,
+        sizes,
+        Tensor.of(x, "x"),
+        Choices(Tensor.of(ids, "ids"), Tensor.of(scores, "scores")),
+        weights_layout(fitting),
+        results_layout("y", (num_tokens, h), gcd(y_alignment, TMA_BYTES)),
+        limit=math.inf if limit is None else limit,
+        expert_offset=expert_offset,
+        saved=Place("saved") if saves else None,
+        combine=combine,
+        **layouts(addend=addend, x_scales=x_scale_inv),
+    )
+    return _Prepared(
+        1,
+        up=halves.up.data_ptr() - halves.gate.data_ptr(),
+        up_scales=halves.up_scale_inv.data_ptr() - halves.gate_scale_inv.data_ptr(),
+        fits=all(a is b for a, b in zip(fitting, halves, strict=True)),
+        launches=prepare_launches(r, device_index),
+    )
+
+
+experts = register_inputs(
+    _OP, ExpertsInputs, "Tensor", cpu=_body, fake=_allocate, hopper=launch_experts
+)
 """`sum_j w_j down(silu(gate(x)) * up(x))` over a token's k experts, in the order of its choices.
 
 The output of each expert is rounded to BF16, and the sum is FP32: `ExpertsInputs` -> bf16 [T, H].
@@ -200,7 +343,7 @@ def _launch_saving(inputs: ExpertsInputs) -> Saving:
     if (inputs.top_k_index.ndim, inputs.down_proj.ndim) != (2, 3):
         _allocate(inputs)  # this raises
     gate_up = _empty_gate_up(inputs)
-    return _launch(inputs, gate_up), gate_up
+    return launch_experts(inputs, gate_up), gate_up
 
 
 experts_saving = register_inputs(
@@ -241,5 +384,87 @@ def launch_combining(
     gate_up = _empty_gate_up(inputs) if saves else None
     if saves:
         inputs = inputs._replace(masked=False)
-    _launch(inputs, gate_up, y, combine, word)
+    launch_experts(inputs, gate_up, y, combine, word)
     return gate_up
+
+
+# ---- Autograd ----
+
+
+class _Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, layer: str, saved_dtype: torch.dtype, keeps: bool | None, *inputs: Any
+    ) -> torch.Tensor:
+        given = ExpertsInputs(*inputs)
+        ctx.saves = any(ctx.needs_input_grad[3:-2])
+        if not ctx.saves:  # the addend alone asks
+            return cast(torch.Tensor, experts(*inputs))
+        y, gate_up = experts_saving(*inputs)
+        scale_inv = None
+        if saved_dtype == E4M3:
+            gate_up, scale_inv = quantize_op(gate_up.flatten(0, 1), False)
+        ctx.save_for_backward(*inputs[1:3], gate_up, scale_inv, *inputs[3:7])
+        ctx.layer, ctx.dtypes = layer, (given[0].dtype, given[2].dtype)
+        ctx.options = given.swiglu_limit, keeps, given.expert_offset, given.num_global_experts
+        return y
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        needs = dict(zip(ExpertsInputs._fields, ctx.needs_input_grad[3:], strict=True))
+        found = _gradients(ctx, grad, needs) if ctx.saves else {}
+        if needs["addend"]:
+            found["addend"] = grad
+        return None, None, None, *(found.get(name) for name in ExpertsInputs._fields)
+
+
+def _gradients(
+    ctx: Any, grad: torch.Tensor, needs: dict[str, bool]
+) -> dict[str, torch.Tensor | None]:
+    """Those that need what was saved, by the names of the inputs."""
+    saved, of_dtype = ctx.saved_tensors, ctx.dtypes
+    found: dict[str, torch.Tensor | None] = {}
+    if needs["hidden_states"] or needs["top_k_weights"]:
+        dx, of_weights = experts_backward(grad, *saved, *ctx.options)
+        if needs["hidden_states"]:
+            found["hidden_states"] = dx.to(of_dtype[0])
+        if needs["top_k_weights"]:
+            found["top_k_weights"] = of_weights.to(of_dtype[1])
+    names = ExpertsInputs._fields[3:7]
+    of_projections = no_gradients(grad, ctx.layer, [needs[x] for x in names], saved[4:])
+    return found | dict(zip(names, of_projections, strict=True))
+
+
+def check_saved_dtype(layer: str, saved_dtype: torch.dtype) -> None:
+    if saved_dtype not in (torch.bfloat16, E4M3):
+        raise ValueError(
+            f"{layer}: saved_dtype must be torch.bfloat16 or torch.float8_e4m3fn, got "
+            f"{saved_dtype!r}"
+        )
+
+
+def routed_experts(
+    layer: str,
+    inputs: ExpertsInputs,
+    saved_dtype: torch.dtype = torch.bfloat16,
+    keeps: bool | None = None,
+) -> torch.Tensor:
+    """`experts` -> bf16 [T, H], with gradients in hidden states, top_k_weights and addend.
+
+    layer: who is named if a gradient of a weight is wanted, which is an error.
+    saved_dtype: in which gate and up are saved for the backward: bf16, or e4m3 with 1x128 scales.
+    keeps: see `transposed`.
+    """
+    y: torch.Tensor
+    scale_inv = inputs.hidden_states_scale_inv
+    if scale_inv is not None and records(layer, inputs.hidden_states, scale_inv):
+        raise NotImplementedError(
+            f"{layer}: codes of hidden states and their scales have no gradient; detach them"
+        )
+    if records(layer, *inputs):  # an autograd function costs as much as a launch
+        check_saved_dtype(layer, saved_dtype)
+        y = _Experts.apply(layer, saved_dtype, keeps, *inputs)
+    else:
+        y = experts(*inputs)
+    return y

@@ -11,34 +11,39 @@ the result, row r of token t and choice j, and w its weight:
    the order of the choices.
 """
 
-from functools import partial
+import math
 from itertools import pairwise
-from typing import Any, NamedTuple, cast
+from math import gcd
+from typing import NamedTuple
 
 import torch
 
-from ..kernels.common.blocks import E4M3, MIN_GRADIENT_AMAX, num_blocks
+from ..kernels.common.blocks import E4M3, MIN_GRADIENT_AMAX, TMA_BYTES, num_blocks
 from ..kernels.common.checks import (
     check_quantized_or_not,
     check_same_device,
     check_shape,
     check_tensor,
 )
+from ..kernels.common.prepared import Launches, layout_of
 from ..kernels.common.registry import register_inputs
 from ..kernels.gemm.dense import block_scaled_matmul
+from ..kernels.gemm.tuned import target_of
+from ..kernels.jit import current_driver
+from ..kernels.program import Codes, Record, Tensor, layouts, prepare_launches
 from ..quant.block_scaled import BlockScaled, dequantize
 from ..quant.numerics import quantize_1x128
-from ..quant.quantize import quantize_1x128 as quantize_op
 from ..routing.combine import combine_rows
 from ..routing.dispatch import dispatch_rows
 from ..routing.plan import build_maps
-from .autograd import first_order, no_gradients, records
-from .expert_parts import Combine
-from .experts import ExpertsInputs, experts, experts_saving
-from .experts_backward_launch import launch_experts_backward, sizes_of
-from .experts_launch import num_parts_of
+from .expert_configs import Sizes
+from .expert_parts import Choices, Combine, TransposedWeights, results_layout
+from .experts_records import BACKWARD_INPUTS, describe_experts_backward, num_parts_of
 from .feed_forward_backward import through_swiglu
+from .parts import split
+from .swiglu import lies_as_read, saved_as_read
 from .swiglu_rows import weights_of_rows
+from .transposed import transposed
 
 _OP = "experts_backward"
 Gradients = tuple[torch.Tensor, torch.Tensor]  # of hidden states, of top_k_weights
@@ -140,9 +145,137 @@ def _body(inputs: ExpertsBackwardInputs) -> Gradients:
 
 def _launch(inputs: ExpertsBackwardInputs) -> Gradients:
     gradients = _empty(inputs)
-    num_parts = num_parts_of(sizes_of(inputs), saves=True)
-    launch_experts_backward(partial(_check, inputs), inputs, *gradients, num_parts)
+    _launch_into(inputs, *gradients, num_parts_of(sizes_of(inputs), saves=True))
     return gradients
+
+
+def _launch_into(
+    inputs: ExpertsBackwardInputs,
+    dx: torch.Tensor,
+    of_weights: torch.Tensor,
+    num_parts: int,
+    combine: Combine | None = None,
+    word: int = 0,
+) -> None:
+    """`experts_backward` on the current stream; nothing waits for it.
+
+    num_parts: in how many parts tokens are computed, as in the forward.
+    combine: stands for `describe_combine`; `dx` is then what it needs, and there is one part.
+    word: a number for the kernel of `combine`, which may differ from call to call.
+    """
+    if 0 in (*inputs.top_k_index.shape, *inputs.down_proj.shape):
+        _check(inputs)
+        dx.zero_()
+        of_weights.zero_()
+        return
+    weights = (
+        transposed(inputs.down_proj, inputs.keeps),
+        inputs.down_proj_scale_inv.mT,
+        transposed(inputs.gate_up_proj, inputs.keeps, parts=2),
+        inputs.gate_up_proj_scale_inv.mT,
+    )
+    grad = inputs.grad
+    if grad.stride(1) != 1:
+        grad = grad.contiguous()
+    gate_up, scales = inputs.gate_up, inputs.gate_up_scale_inv
+    if not lies_as_read(gate_up, scales):
+        _check(inputs)
+        gate_up, scales = saved_as_read(gate_up, scales)
+    inputs = inputs._replace(grad=grad, gate_up=gate_up, gate_up_scale_inv=scales)
+    if num_parts == 1:
+        _launch_part(inputs, weights, dx, of_weights, combine, word)
+        return
+    cut = inputs.grad, inputs.top_k_index, inputs.top_k_weights, dx, of_weights
+    saved = inputs.gate_up, inputs.gate_up_scale_inv, inputs.grad_scale_inv
+    for *tokens, part_dx, part_of_weights, rows, row_scales, grad_scales in split(
+        num_parts, len(inputs.grad), *cut, *saved
+    ):
+        part = inputs._replace(
+            grad=tokens[0],
+            top_k_index=tokens[1],
+            top_k_weights=tokens[2],
+            gate_up=rows,
+            gate_up_scale_inv=row_scales,
+            grad_scale_inv=grad_scales,
+        )
+        _launch_part(part, weights, part_dx, part_of_weights)
+
+
+def sizes_of(inputs: ExpertsBackwardInputs) -> Sizes:
+    """The sizes of a layer, and of all its tokens."""
+    (num_tokens, top_k), (e, h, i) = inputs.top_k_index.shape, inputs.down_proj.shape
+    return Sizes(num_tokens, top_k, e, h, i, False, inputs.num_global_experts)
+
+
+def _launch_part(
+    inputs: ExpertsBackwardInputs,
+    weights: tuple[torch.Tensor, ...],
+    dx: torch.Tensor,
+    of_weights: torch.Tensor,
+    combine: Combine | None = None,
+    word: int = 0,
+) -> None:
+    grad, ids, top_k_weights, gate_up, scales = inputs[:5]
+    grad_scales = inputs.grad_scale_inv
+    driver = current_driver()
+    tensors = grad, ids, top_k_weights, gate_up, *weights
+    key = (
+        _OP,
+        tuple([layout_of(x) for x in tensors]),
+        None if scales is None else layout_of(scales),
+        None if grad_scales is None else layout_of(grad_scales),
+        grad.data_ptr() % 16,
+        dx.data_ptr() % 16,
+        inputs.swiglu_limit,
+        inputs.expert_offset,
+        inputs.num_global_experts,
+        combine,
+        driver.max_sms,
+    )
+    found = driver.prepared().get(key)
+    if found is None:
+        _check(inputs)
+        found = driver.keep(key, _prepare(inputs, weights, dx.data_ptr(), combine))
+    saved_scales = 0 if scales is None else scales.data_ptr()
+    of_grad = 0 if grad_scales is None else grad_scales.data_ptr()
+    addresses = [x.data_ptr() for x in (*weights, dx, of_weights)]
+    saved = gate_up.data_ptr(), saved_scales
+    tokens = grad.data_ptr(), ids.data_ptr(), top_k_weights.data_ptr()
+    found(grad.get_device(), (*tokens, *saved, *addresses, of_grad, word))
+
+
+def _prepare(
+    inputs: ExpertsBackwardInputs,
+    weights: tuple[torch.Tensor, ...],
+    dx_alignment: int,
+    combine: Combine | None,
+) -> Launches:
+    sizes, limit = sizes_of(inputs), inputs.swiglu_limit
+    device_index = inputs.grad.get_device()
+    down, down_scales, gate_up, gate_up_scales = weights
+    shape = sizes.num_tokens, sizes.hidden_size
+    r = Record(target_of(device_index), BACKWARD_INPUTS)
+    describe_experts_backward(
+        r,
+        sizes,
+        choices=Choices(
+            Tensor.of(inputs.top_k_index, "ids"), Tensor.of(inputs.top_k_weights, "scores")
+        ),
+        weights=TransposedWeights(
+            Codes.of(down, down_scales, "down"), Codes.of(gate_up, gate_up_scales, "gate_up")
+        ),
+        dx=results_layout("dx", shape, gcd(dx_alignment, TMA_BYTES)),
+        limit=math.inf if limit is None else limit,
+        expert_offset=inputs.expert_offset,
+        combine=combine,
+        **layouts(
+            grad=inputs.grad,
+            grad_scales=inputs.grad_scale_inv,
+            saved=inputs.gate_up,
+            saved_scales=inputs.gate_up_scale_inv,
+        ),
+    )
+    return prepare_launches(r, device_index)
 
 
 experts_backward = register_inputs(
@@ -175,87 +308,4 @@ def launch_combining_gradients(
     """
     weights = inputs.top_k_weights
     of_weights = weights.new_empty(weights.shape, dtype=torch.float32)
-    check = partial(_check, inputs)
-    launch_experts_backward(check, inputs, out, of_weights, 1, combine, word)
-
-
-# ---- Autograd ----
-
-
-class _Experts(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, layer: str, saved_dtype: torch.dtype, keeps: bool | None, *inputs: Any
-    ) -> torch.Tensor:
-        told = ExpertsInputs(*inputs)
-        ctx.saves = any(ctx.needs_input_grad[3:-2])
-        if not ctx.saves:  # the addend alone asks
-            return cast(torch.Tensor, experts(*inputs))
-        y, gate_up = experts_saving(*inputs)
-        scale_inv = None
-        if saved_dtype == E4M3:
-            gate_up, scale_inv = quantize_op(gate_up.flatten(0, 1), False)
-        ctx.save_for_backward(*inputs[1:3], gate_up, scale_inv, *inputs[3:7])
-        ctx.layer, ctx.dtypes = layer, (told[0].dtype, told[2].dtype)
-        ctx.options = told.swiglu_limit, keeps, told.expert_offset, told.num_global_experts
-        return y
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        needs = dict(zip(ExpertsInputs._fields, ctx.needs_input_grad[3:], strict=True))
-        found = _gradients(ctx, grad, needs) if ctx.saves else {}
-        if needs["addend"]:
-            found["addend"] = grad
-        return None, None, None, *(found.get(name) for name in ExpertsInputs._fields)
-
-
-def _gradients(
-    ctx: Any, grad: torch.Tensor, needs: dict[str, bool]
-) -> dict[str, torch.Tensor | None]:
-    """Those that need what was saved, by the names of the inputs."""
-    saved, of_dtype = ctx.saved_tensors, ctx.dtypes
-    found: dict[str, torch.Tensor | None] = {}
-    if needs["hidden_states"] or needs["top_k_weights"]:
-        dx, of_weights = experts_backward(grad, *saved, *ctx.options)
-        if needs["hidden_states"]:
-            found["hidden_states"] = dx.to(of_dtype[0])
-        if needs["top_k_weights"]:
-            found["top_k_weights"] = of_weights.to(of_dtype[1])
-    names = ExpertsInputs._fields[3:7]
-    of_projections = no_gradients(grad, ctx.layer, [needs[x] for x in names], saved[4:])
-    return found | dict(zip(names, of_projections, strict=True))
-
-
-def check_saved_dtype(layer: str, saved_dtype: torch.dtype) -> None:
-    if saved_dtype not in (torch.bfloat16, E4M3):
-        raise ValueError(
-            f"{layer}: saved_dtype must be torch.bfloat16 or torch.float8_e4m3fn, got "
-            f"{saved_dtype!r}"
-        )
-
-
-def routed_experts(
-    layer: str,
-    inputs: ExpertsInputs,
-    saved_dtype: torch.dtype = torch.bfloat16,
-    keeps: bool | None = None,
-) -> torch.Tensor:
-    """`experts` -> bf16 [T, H], with gradients in hidden states, top_k_weights and addend.
-
-    layer: who is named if a gradient of a weight is wanted, which is an error.
-    saved_dtype: in which gate and up are saved for the backward: bf16, or e4m3 with 1x128 scales.
-    keeps: see `transposed`.
-    """
-    y: torch.Tensor
-    scale_inv = inputs.hidden_states_scale_inv
-    if scale_inv is not None and records(layer, inputs.hidden_states, scale_inv):
-        raise NotImplementedError(
-            f"{layer}: codes of hidden states and their scales have no gradient; detach them"
-        )
-    if records(layer, *inputs):  # an autograd function costs as much as a launch
-        check_saved_dtype(layer, saved_dtype)
-        y = _Experts.apply(layer, saved_dtype, keeps, *inputs)
-    else:
-        y = experts(*inputs)
-    return y
+    _launch_into(inputs, out, of_weights, 1, combine, word)

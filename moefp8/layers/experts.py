@@ -9,10 +9,9 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from ..functional.experts import ExpertsInputs
-from ..functional.experts_backward import check_saved_dtype, routed_experts
+from ..functional.experts import ExpertsInputs, check_saved_dtype, routed_experts
 from ..functional.swiglu import check_limit
-from ..functional.training.experts import routed_experts as trained_experts
+from ..functional.training.experts import trainable_experts
 from ..functional.training.linear import Wgrad, check_wgrad
 from ..kernels import E4M3, num_blocks
 from ..kernels.common.checks import FLOATS, check_rows_contiguous, check_tensor
@@ -317,7 +316,7 @@ class GroupedExperts(TrainableModule):
         if self.trainable:
             weights = map(self._look_up, self.master_names)
             master: tuple[Any, ...] = (*tokens, *weights, *options, *rank, addend)
-            y = trained_experts(
+            y = trainable_experts(
                 "GroupedExperts", master, self.saved_dtype, self.wgrad, trusts=self.training
             )
             return y if y.dtype == hidden_states.dtype else y.to(hidden_states.dtype)

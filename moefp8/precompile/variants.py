@@ -19,8 +19,7 @@ from ..distributed.expert_parallel.peers_launch import (
 from ..functional import feed_forward_backward
 from ..functional.expert_configs import Sizes
 from ..functional.expert_parts import Given
-from ..functional.experts_backward_launch import experts_backward_kernels
-from ..functional.experts_launch import experts_kernels
+from ..functional.experts_records import experts_backward_kernels, experts_kernels
 from ..functional.feed_forward import feed_forward_kernels
 from ..functional.linear import linear_kernels
 from ..functional.swiglu_rows import swiglu_backward_kernels, swiglu_kernels

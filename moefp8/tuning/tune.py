@@ -12,8 +12,14 @@ from typing import Any, TypeVar
 import torch
 
 from ..functional.expert_configs import Sizes, experts_configs, layer_of, mean_load
-from ..functional.expert_parts import Choices, Weights, fitting_weights, split_weights
-from ..functional.experts_launch import INPUTS, describe_experts, weights_layout
+from ..functional.expert_parts import (
+    Choices,
+    Weights,
+    fitting_weights,
+    split_weights,
+    weights_layout,
+)
+from ..functional.experts_records import INPUTS, describe_experts
 from ..kernels.common.blocks import ceil_div
 from ..kernels.gemm.call import prepare_dense
 from ..kernels.gemm.config import GemmConfig, GroupLayout, is_possible, with_most_stages

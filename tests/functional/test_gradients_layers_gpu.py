@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from moefp8 import GroupedExperts, MoE
-from moefp8.functional.experts import ExpertsInputs
-from moefp8.functional.experts_backward import routed_experts
+from moefp8.functional.experts import ExpertsInputs, routed_experts
 from moefp8.functional.feed_forward import feed_forward, feed_forward_saving
 from moefp8.functional.feed_forward_backward import feed_forward_backward
 from moefp8.functional.grouped_linear import grouped_linear

@@ -18,10 +18,8 @@ from ...routing.combine import sum_rows
 from ...routing.dispatch import dispatch_rows
 from ..autograd import first_order, records
 from ..expert_configs import Sizes
-from ..experts import experts, experts_saving
-from ..experts_backward import check_saved_dtype
-from ..experts_backward_launch import experts_backward_record
-from ..experts_launch import experts_record
+from ..experts import check_saved_dtype, experts, experts_saving
+from ..experts_records import experts_backward_record, experts_record
 from ..grouped_bf16 import grouped_outer
 from ..parts import parts_of, split
 from ..swiglu import empty_gate_up
@@ -256,7 +254,7 @@ class _TrainedExperts(torch.autograd.Function):
         return None, None, None, None, *(found.get(x) if needs[x] else None for x in names)
 
 
-def routed_experts(
+def trainable_experts(
     layer: str,
     inputs: tuple[Any, ...],
     saved_dtype: torch.dtype,
@@ -269,7 +267,7 @@ def routed_experts(
 
     layer: who is named in errors.
     inputs: the first ten of `TrainedExpertsInputs`. Very many tokens are computed in parts.
-    saved_dtype: as in `experts_backward.routed_experts`. wgrad: see `Wgrad`.
+    saved_dtype: as in `experts.routed_experts`. wgrad: see `Wgrad`.
     parts: those of the call that this one is a part of.
     """
     y: torch.Tensor
@@ -292,7 +290,7 @@ def routed_experts(
         parts = _Parts()
     return torch.cat(
         [
-            routed_experts(
+            trainable_experts(
                 layer,
                 (*tokens, gate_up_proj, down_proj, *options, added),
                 saved_dtype,

@@ -8,7 +8,7 @@ _BACKWARD = "tests/functional/experts/test_backward_launch.py::"
 FAULTS = [
     # ---- Forward ----
     Fault(
-        file="functional/experts_launch.py",
+        file="functional/experts.py",
         old="up_scales=halves.up_scale_inv.data_ptr() - halves.gate_scale_inv.data_ptr(),",
         new="up_scales=split.up_scale_inv.numel() * 4,",
         caught_by=_LAUNCH + "test_launches_compute_what_the_body_does[distinct-True-one token]",
@@ -22,15 +22,15 @@ FAULTS = [
         why="a part of the tokens saves gate and up among the rows of the part before",
     ),
     Fault(
-        file="functional/experts_launch.py",
-        old="alignment = x_address % 16, gate % 16,",
-        new="alignment = gate % 16,",
+        file="functional/experts.py",
+        old="(x_address % 16, gate % 16,",
+        new="(gate % 16,",
         caught_by="tests/functional/experts/test_kept.py::"
         "test_whatever_decides_a_launch_is_prepared_for_once",
         why="a launch that was prepared for aligned tokens reads others",
     ),
     Fault(
-        file="functional/experts_launch.py",
+        file="functional/experts_records.py",
         old="GateUp(weights.up, limit, activated.scale_inv, saved)",
         new="GateUp(weights.up, math.inf, activated.scale_inv, saved)",
         caught_by=_LAUNCH
@@ -53,21 +53,21 @@ FAULTS = [
     ),
     # ---- Backward ----
     Fault(
-        file="functional/experts_backward_launch.py",
+        file="functional/experts_records.py",
         old="        expert_offset=expert_offset,\n        min_amax=MIN_GRADIENT_AMAX,\n",
         new="        expert_offset=expert_offset,\n",
         caught_by=_BACKWARD + "test_small_gradients_are_no_zeros",
         why="small gradients become zeros on a GPU",
     ),
     Fault(
-        file="functional/experts_backward_launch.py",
+        file="functional/experts_backward.py",
         old="gate_up_scale_inv=row_scales,",
         new="gate_up_scale_inv=inputs.gate_up_scale_inv,",
         caught_by=_BACKWARD + "test_many_tokens_go_in_the_parts_of_the_forward[2-True]",
         why="parts after the first have scales of other rows of gate and up",
     ),
     Fault(
-        file="functional/experts_backward_launch.py",
+        file="functional/experts_backward.py",
         old="        inputs.swiglu_limit,\n        inputs.expert_offset,\n",
         new="        inputs.expert_offset,\n",
         caught_by=_BACKWARD + "test_where_the_limit_holds_there_is_no_gradient[0.0-True]",

@@ -1,8 +1,7 @@
 """The memory of expert layers of given sizes."""
 
 from moefp8.functional.expert_configs import Sizes
-from moefp8.functional.experts_backward_launch import experts_backward_record
-from moefp8.functional.experts_launch import experts_record
+from moefp8.functional.experts_records import experts_backward_record, experts_record
 from moefp8.kernels.program import place
 
 

@@ -9,9 +9,10 @@ import gc
 import pytest
 import torch
 
-from moefp8.functional import expert_parts, experts_launch
+from moefp8.functional import expert_parts
 from moefp8.functional import parts as parts_room
 from moefp8.functional.expert_configs import Sizes
+from moefp8.functional.experts import ExpertsInputs, launch_experts
 from moefp8.kernels import set_num_sms
 from moefp8.testing import assert_matches_reference
 from tests.functional.cases import (
@@ -223,9 +224,9 @@ def test_nothing_else_is_written(family, size):
     for num_tokens in (1, 60, 600):
         made = case(num_tokens, 264, K, weights, "out of range")
         memory = torch.full((num_tokens * K + 2, 2, pitch), NAN, device="cuda").bfloat16()
-        gate_up, options = memory[1:-1, :, :size], (INF, False, 0, None)
+        gate_up = memory[1:-1, :, :size]
         with choosing(gate_up=GATE_UP_FAMILIES[family]):
-            experts_launch.launch_experts(lambda: None, made[:3], weights, options, gate_up=gate_up)
+            launch_experts(ExpertsInputs(*made[:3], *weights, None, False), gate_up)
         num_rows = int((made.here < E).sum())
         assert not gate_up[:num_rows].isnan().any()
         assert bool(memory[0].isnan().all())

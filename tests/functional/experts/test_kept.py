@@ -1,13 +1,12 @@
 """The launch contract of the routed experts, beyond `tests/kernels/common/test_prepared.py`."""
 
-import math
 import weakref
 
 import pytest
 import torch
 
 from moefp8 import kernels
-from moefp8.functional import experts_launch
+from moefp8.functional import experts
 from tests.fakes.emulator import Emulator, emulated
 from tests.functional.cases import assert_right, inputs, run, weights_of
 
@@ -50,13 +49,6 @@ def test_whatever_decides_a_launch_is_prepared_for_once(gpu):
         assert len(gpu.prepared()) == len(variants) + 1
 
 
-def test_only_new_layouts_are_checked(gpu):
-    checked, weights, options = [], weights_of(E, H, I), (math.inf, False, 0, None)
-    for made in (inputs(9, H), inputs(9, H), inputs(8, H), inputs(9, H)):
-        experts_launch.launch_experts(lambda: checked.append(1), made, weights, options)
-    assert len(checked) == 2
-
-
 # ---- Weights that TMA cannot address ----
 
 
@@ -85,7 +77,7 @@ def test_up_lies_as_gate_does(gpu, h):
 
 def test_copies_live_until_all_is_launched(monkeypatch):
     """Otherwise another thread might be given their memory meanwhile."""
-    copies, alive, make = [], [], experts_launch.fitting_weights
+    copies, alive, make = [], [], experts.fitting_weights
 
     def remember(weights):
         fitting = make(weights)
@@ -97,7 +89,7 @@ def test_copies_live_until_all_is_launched(monkeypatch):
             super().compute(made, parameters)
             alive.append([x() is not None for x in copies])
 
-    monkeypatch.setattr(experts_launch, "fitting_weights", remember)
+    monkeypatch.setattr(experts, "fitting_weights", remember)
     weights = weights_of(E, 100, 100)
     with emulated(library=Watching()):
         for _ in range(2):

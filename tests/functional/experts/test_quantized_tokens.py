@@ -8,9 +8,14 @@ import torch
 from moefp8.functional import parts as parts_room
 from moefp8.functional.expert_configs import Sizes
 from moefp8.functional.expert_parts import Given
-from moefp8.functional.experts import ExpertsInputs, experts, experts_saving
-from moefp8.functional.experts_backward import experts_backward, routed_experts
-from moefp8.functional.experts_launch import experts_kernels
+from moefp8.functional.experts import (
+    ExpertsInputs,
+    experts,
+    experts_saving,
+    routed_experts,
+)
+from moefp8.functional.experts_backward import experts_backward
+from moefp8.functional.experts_records import experts_kernels
 from moefp8.kernels import E4M3
 from tests.functional.cases import tokens_of, weights_of
 from tests.functional.experts.quantized_cases import (

@@ -1,0 +1,289 @@
+"""What experts launch on a Hopper GPU, forward and backward: kernels in a row.
+
+T tokens, k choices each, E experts, H hidden, I intermediate, R rows. A forward:
+
+1. `routing/dispatch.cu` plans the routing, quantizes every token once, unless it comes as codes,
+   and copies it to its rows: one kernel, or two for many choices.
+2. `gemm.cu`: gate and up, SwiGLU, quantization (`config.gate_up`).
+3. `gemm.cu`: down.
+4. `routing/combine.cu`: the weighted sum of every token's rows, to which `addend` is added.
+
+A backward, before which a weight whose transpose is not kept is transposed:
+
+1. `routing/dispatch.cu` plans the routing as the forward did, and quantizes the gradient of every
+   token likewise.
+2. `gemm.cu` with W_down^T.
+3. `swiglu_backward.cu`: the activation again, the gradients of scores, of gate and of up.
+4. `gemm.cu` with W_gate_up^T.
+5. `routing/combine.cu`: the sum of every token's rows, in a fixed order.
+
+Each is launched before the one before it ends, and waits where it needs its results: the code of
+the next kernel and its first weights are on their way meanwhile. None waits for the host. What the
+kernels leave for each other is in one workspace. Its size grows with T; a large T is split.
+"""
+
+import math
+from collections.abc import Iterator
+
+import torch
+
+from ..kernels.common.blocks import BLOCK, MIN_GRADIENT_AMAX, round_up
+from ..kernels.gemm.launch import GateUp
+from ..kernels.gemm.tuned import ANY_TARGET
+from ..kernels.jit import Kernel
+from ..kernels.program import (
+    Codes,
+    Place,
+    Record,
+    Span,
+    Target,
+    Tensor,
+    Word,
+    kernels_of,
+)
+from ..routing.combine_launch import describe_combine
+from ..routing.dispatch_launch import describe_dispatch
+from .expert_configs import Sizes, describe_backward_configs, describe_configs, matrix_of
+from .expert_parts import (
+    GIVEN,
+    Choices,
+    Combine,
+    ExpertWeights,
+    Given,
+    TransposedWeights,
+    describe_rows_gemm,
+)
+from .parts import parts_of
+from .swiglu_backward_launch import describe_swiglu_backward
+
+# The addresses of a call, in order; those of optional tensors are 0 where there are none.
+INPUTS = (
+    *("x", "ids", "scores"),
+    *("gate", "gate_scales", "up", "up_scales", "down", "down_scales"),
+    *("y", "addend", "saved", "x_scales", "word"),
+)
+BACKWARD_INPUTS = (
+    *("grad", "ids", "scores", "saved", "saved_scales"),
+    *("down", "down_scales", "gate_up", "gate_up_scales"),
+    *("dx", "grad_weights", "grad_scales", "word"),
+)
+
+
+def describe_experts(
+    r: Record,
+    sizes: Sizes,
+    x: Tensor,
+    choices: Choices,
+    weights: ExpertWeights,
+    y: Tensor,
+    *,
+    limit: float = math.inf,
+    expert_offset: int = 0,
+    addend: Tensor | None = None,
+    x_scales: Tensor | None = None,
+    saved: Place | None = None,
+    combine: Combine | None = None,
+) -> None:
+    """The steps of a forward, as the head of this file says.
+
+    Args:
+        x: [T, H], columns contiguous; e4m3 with x_scales, fp32 [T, ceil(H/128)].
+        y, addend: bf16 [T, H], contiguous.
+        saved: memory for gate and up [T k, 2, I], which a backward needs, or None.
+        combine: stands for `describe_combine`.
+    """
+    matrices, num_rows = matrix_of(sizes)
+    h, i = sizes.hidden_size, sizes.intermediate_size
+    gate_up_config, down_config = describe_configs(r, sizes, saves=saved is not None)
+    rows = r.codes("rows", (matrices, num_rows, h))
+    dispatched = describe_dispatch(
+        r,
+        x,
+        choices.ids,
+        rows,
+        sizes.num_experts,
+        x_scale_inv=x_scales,
+        expert_offset=expert_offset,
+        is_masked=sizes.masked,
+    )
+    activated = r.codes("activated", (matrices, num_rows, i))
+    describe_rows_gemm(
+        r,
+        gate_up_config,
+        rows,
+        weights.gate,
+        activated.data,
+        sizes,
+        dispatched,
+        follows_dispatch=True,
+        gate_up=GateUp(weights.up, limit, activated.scale_inv, saved),
+    )
+    results = r.matrices("results", (matrices, num_rows, h), torch.bfloat16)
+    describe_rows_gemm(
+        r, down_config, activated, weights.down, results, sizes, dispatched, follows_dispatch=False
+    )
+    token_to_row = dispatched.maps.token_to_row
+    if combine is None:
+        describe_combine(r, results, token_to_row, choices.scores, y, addend, programmatic=True)
+    else:
+        combine.describe(
+            r, results, token_to_row, choices.scores, y, grad_weights=None, word=Word("word")
+        )
+
+
+def experts_record(
+    sizes: Sizes, given: Given = GIVEN, target: Target = ANY_TARGET, span: Span | None = None
+) -> Record:
+    """The record of a forward of contiguous tensors."""
+    e, h, i = sizes[2:5]
+    r = Record(target, INPUTS, span=span)
+    gate, up = (Codes.contiguous(name, e, i, h) for name in ("gate", "up"))
+    describe_experts(
+        r,
+        sizes,
+        given.tokens("x", sizes),
+        given.choices(sizes),
+        ExpertWeights(gate, up, Codes.contiguous("down", e, h, i)),
+        given.results("y", sizes),
+        x_scales=given.scales("x_scales", sizes),
+        saved=None if given.saved is None else Place("saved"),
+    )
+    return r
+
+
+def experts_kernels(target: Target, sizes: Sizes, given: Given) -> Iterator[Kernel]:
+    """The kernels of a forward for up to as many tokens as `sizes` says."""
+
+    def describe(span: Span) -> Record:
+        return experts_record(sizes._replace(num_tokens=span.first), given, target, span)
+
+    return kernels_of(describe, sizes.num_tokens)
+
+
+# ---- The gradient ----
+
+
+def describe_experts_backward(
+    r: Record,
+    sizes: Sizes,
+    *,
+    grad: Tensor,
+    grad_scales: Tensor | None,
+    choices: Choices,
+    saved: Tensor,
+    saved_scales: Tensor | None,
+    weights: TransposedWeights,
+    dx: Tensor,
+    limit: float,
+    expert_offset: int,
+    combine: Combine | None,
+) -> None:
+    """The steps of a backward, as the head of this file says.
+
+    The gradients of scores go to the input "grad_weights", fp32 [T, k].
+
+    Args:
+        grad: [T, H], columns contiguous; e4m3 with grad_scales, fp32 [T, ceil(H/128)].
+        saved, saved_scales: as in `describe_swiglu_backward`.
+        dx: bf16 [T, H], contiguous.
+        combine: stands for `describe_combine`.
+    """
+    num_rows, h, i = sizes.num_tokens * sizes.top_k, sizes.hidden_size, sizes.intermediate_size
+    first, second = describe_backward_configs(r, sizes)
+    rows = r.codes("rows", (1, num_rows, h))
+    dispatched = describe_dispatch(
+        r,
+        grad,
+        choices.ids,
+        rows,
+        sizes.num_experts,
+        x_scale_inv=grad_scales,
+        expert_offset=expert_offset,
+        min_amax=MIN_GRADIENT_AMAX,
+    )
+    token_to_row, grad_weights = dispatched.maps.token_to_row, Place("grad_weights")
+    grad_activated = r.matrices("grad_activated", (1, num_rows, i), torch.bfloat16)
+    describe_rows_gemm(
+        r, first, rows, weights.down, grad_activated, sizes, dispatched, follows_dispatch=True
+    )
+    grad_gate_up = r.codes("grad_gate_up", (1, num_rows, 2 * round_up(i, BLOCK)))
+    is_first = r.matrices(
+        "is_first", (1, sizes.num_tokens, sizes.top_k), torch.float32, sizes.top_k
+    )
+
+    describe_swiglu_backward(
+        r,
+        grad_activated,
+        saved,
+        saved_scales,
+        grad_gate_up,
+        limit,
+        weights=choices.scores,
+        token_to_row=token_to_row,
+        grad_weights=grad_weights,
+        is_first=is_first.place,
+    )
+    results = r.matrices("results", (1, num_rows, h), torch.bfloat16)
+    describe_rows_gemm(
+        r, second, grad_gate_up, weights.gate_up, results, sizes, dispatched, follows_dispatch=False
+    )
+    if combine is None:
+        describe_combine(r, results, token_to_row, is_first.first(), dx, programmatic=True)
+    else:
+        combine.describe(
+            r,
+            results,
+            token_to_row,
+            is_first.first(),
+            dx,
+            grad_weights=grad_weights,
+            word=Word("word"),
+        )
+
+
+def experts_backward_record(
+    sizes: Sizes, given: Given = GIVEN, target: Target = ANY_TARGET, span: Span | None = None
+) -> Record:
+    """The record of a backward of contiguous tensors."""
+    e, h, i = sizes[2:5]
+    saved, saved_scales = given.saved_tensors(sizes)
+    r = Record(target, BACKWARD_INPUTS, span=span)
+    describe_experts_backward(
+        r,
+        sizes,
+        grad=given.tokens("grad", sizes),
+        grad_scales=given.scales("grad_scales", sizes),
+        choices=given.choices(sizes),
+        saved=saved,
+        saved_scales=saved_scales,
+        weights=TransposedWeights(
+            Codes.contiguous("down", e, i, h),
+            Codes.contiguous("gate_up", e, h, 2 * round_up(i, BLOCK)),
+        ),
+        dx=given.results("dx", sizes),
+        limit=math.inf,
+        expert_offset=0,
+        combine=None,
+    )
+    return r
+
+
+def experts_backward_kernels(target: Target, sizes: Sizes, given: Given) -> Iterator[Kernel]:
+    """The kernels of a backward for up to as many tokens as `sizes` says, W^T apart."""
+
+    def describe(span: Span) -> Record:
+        some = sizes._replace(num_tokens=span.first)
+        return experts_backward_record(some, given, target, span)
+
+    return kernels_of(describe, sizes.num_tokens)
+
+
+# ---- Both ----
+
+
+def num_parts_of(sizes: Sizes, *, saves: bool) -> int:
+    """In how many parts a forward is computed, 0 if there is nothing to compute.
+
+    saves: a backward follows, which has the same parts.
+    """
+    return parts_of(sizes, experts_record, *([experts_backward_record] if saves else []))
