@@ -5,7 +5,7 @@ must move (elements read, codes and scales written), and their share is of what 
 Column codes (128x1, and both ways of one read; then the same with scales of 128x128) are of tokens
 of experts in random shares; a copy of as many bytes takes turns with them. `--blocks 128x1 both`
 times these alone, and writes results only where `--out` says. `--sweep` times every way to cut the
-1x128 kernel, to choose `quantize_launch.cut_1x128` by.
+1x128 kernel, to choose `quant.quantize.cut_1x128` by.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from benchmarks.timing import copy_gbps, device_us, device_us_many, host_us
 from moefp8.kernels.common.blocks import BLOCK, MIN_AMAX, ceil_div, num_blocks, round_up
 from moefp8.quant import quantize
 from moefp8.quant.columns import quantize_1x128_and_128x1, quantize_128x1
-from moefp8.quant.quantize_launch import Cut
+from moefp8.quant.quantize import Cut
 
 K = 7168
 ROWS = 1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384

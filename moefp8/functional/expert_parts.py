@@ -19,7 +19,7 @@ from ..kernels.gemm.launch import (
     has_more_tiles_than_clusters,
 )
 from ..kernels.program import Codes, Place, Record, Tensor, Word
-from ..routing.dispatch_launch import Dispatched
+from ..routing.dispatch import Dispatched
 from .expert_configs import Sizes, mean_load
 
 # Timed at 1 to 32 tokens of whole layers and ranks of five models on an H200. First weights are

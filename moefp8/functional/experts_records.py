@@ -41,8 +41,8 @@ from ..kernels.program import (
     Word,
     kernels_of,
 )
-from ..routing.combine_launch import describe_combine
-from ..routing.dispatch_launch import describe_dispatch
+from ..routing.combine import describe_combine
+from ..routing.dispatch import describe_dispatch
 from .expert_configs import Sizes, describe_backward_configs, describe_configs, matrix_of
 from .expert_parts import (
     GIVEN,

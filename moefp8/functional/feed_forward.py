@@ -38,7 +38,7 @@ from ..kernels.program import (
     prepare_launches,
 )
 from ..quant.numerics import quantize_1x128
-from ..quant.quantize_launch import describe_quantize
+from ..quant.quantize import describe_quantize
 from .expert_configs import describe_gate_up_config
 from .swiglu import check_limit, empty_gate_up, swiglu
 

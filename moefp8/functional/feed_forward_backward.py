@@ -30,7 +30,7 @@ from ..kernels.program import (
     prepare_launches,
 )
 from ..quant.numerics import quantize_1x128
-from ..quant.quantize_launch import describe_quantize
+from ..quant.quantize import describe_quantize
 from .autograd import first_order, no_gradients, records
 from .feed_forward import FeedForwardInputs, feed_forward, feed_forward_saving, pad
 from .swiglu import as_saved, swiglu_grad

@@ -39,8 +39,7 @@ from ..kernels.program import (
     prepare_launches,
 )
 from ..quant.numerics import quantize_1x128
-from ..quant.quantize import launch_quantize_1x128
-from ..quant.quantize_launch import describe_quantize
+from ..quant.quantize import describe_quantize, launch_quantize_1x128
 from .autograd import first_order, no_gradients, records
 from .transposed import transposed
 

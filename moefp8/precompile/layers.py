@@ -19,8 +19,8 @@ from ..layers.moe import SharedExperts
 from ..layers.parts import parts_of
 from ..layers.router import TOP_K_NAMES
 from ..layers.trainable import TrainableModule
-from ..quant.each_launch import each_kernels
-from ..quant.quantize_launch import BLOCK_ROWS, quantize_kernels
+from ..quant.each import each_kernels
+from ..quant.quantize import BLOCK_ROWS, quantize_kernels
 from ..system.progress import Progress
 from .variants import (
     Demand,

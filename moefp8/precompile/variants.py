@@ -31,13 +31,13 @@ from ..kernels.gemm.call import grouped_kernels
 from ..kernels.gemm.tuned import ConfigSource
 from ..kernels.jit import ARCHITECTURE, Kernel
 from ..kernels.program import Target
-from ..quant.both_launch import both_kernels
+from ..quant.both import both_kernels
 from ..quant.columns import columns_kernels
-from ..quant.quantize_launch import quantize_kernels
-from ..quant.transpose_launch import transpose_kernels
+from ..quant.quantize import quantize_kernels
+from ..quant.transpose import transpose_kernels
 from ..routing import top_k_backward_launch, top_k_launch
-from ..routing.combine_launch import combine_kernels
-from ..routing.plan_launch import plan_kernels
+from ..routing.combine import combine_kernels
+from ..routing.plan import plan_kernels
 from ..routing.route import route_kernels
 from ..routing.route_backward import route_backward_kernels
 

@@ -1,16 +1,30 @@
 """Copy every token to the rows of its experts. T tokens, E experts, R rows of the layout.
 
 `GroupedExperts` quantizes each token on the way, and a Hopper GPU does that and the plan in one
-kernel: see `dispatch_launch.py`.
+kernel: see `describe_dispatch`.
 """
 
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
-from ..kernels.common.checks import FLOATS, check_same_device
+from ..kernels.common.blocks import E4M3, MIN_AMAX, TMA_BYTES, ceil_div, num_blocks, round_up
+from ..kernels.common.checks import FLOATS, INPUTS, check_same_device
+from ..kernels.common.divisor import divisor_of
+from ..kernels.jit import Kernel
+from ..kernels.program import Codes, Place, Record, Tensor
 from .combine import first_choices, is_transformed, sum_rows
-from .plan import RoutingPlan
+from .plan import (
+    MAX_CHOICES,
+    MAX_THREADS,
+    WARP,
+    MapPlaces,
+    RoutingPlan,
+    num_slots_of,
+    routing_of,
+    tokens_of_chunk,
+)
 
 
 def dispatch(x: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
@@ -64,3 +78,206 @@ class _Dispatch(torch.autograd.Function):
         rows = grad.unsqueeze(-1).flatten(1)
         of_tokens = sum_rows(rows, token_to_row, first_choices(token_to_row))
         return of_tokens.view(len(token_to_row), *grad.shape[1:]), None, None
+
+
+# ---- The kernels ----
+
+_OP = "dispatch"
+# What kernels take, and their names for it in dispatch.cu.
+SHARES = {**{dtype: f"Floats<{name}>" for dtype, name in INPUTS.items()}, E4M3: "Codes"}
+_SOURCE = Path(__file__).with_name("dispatch.cu")
+_LANES = 8  # so many threads hold a block of 128 elements
+_COUNT_THREADS = 128
+_MANY_CHOICES = 2**13  # more are counted faster by a kernel of its own than by each CTA
+_MIN_BLOCKS = 8  # a CTA with fewer k-blocks would plan more than it quantizes
+_FEW_CHOICES = WARP  # a warp holds so many, and needs no counts
+_FEW_THREADS = 128
+
+
+class Cut(NamedTuple):
+    """How the kernels are cut.
+
+    A CTA has `threads`, and owns `k_blocks` of each of the `tokens` of a chunk. It works on `group`
+    of these k-blocks of all its tokens before the next ones. `is_counted`: a kernel before it
+    counts the choices of each chunk.
+    """
+
+    tokens: int
+    k_blocks: int
+    group: int
+    threads: int
+    is_counted: bool
+
+
+def cut_dispatch(
+    num_tokens: int, top_k: int, num_experts: int, num_k_blocks: int, num_sms: int
+) -> Cut:
+    """The cut into about one CTA for each SM, which has a chunk, or part of a small one."""
+    chunk = tokens_of_chunk(num_tokens, top_k, num_sms)
+    parts = min(num_sms // ceil_div(num_tokens, chunk), num_k_blocks // _MIN_BLOCKS)
+    k_blocks = ceil_div(num_k_blocks, max(1, parts))
+    at_once = max(1, MAX_THREADS // _LANES // chunk)
+    group = min(1 << (at_once.bit_length() - 1), 1 << (k_blocks - 1).bit_length())
+    num_choices = num_tokens * top_k
+    if _is_counted(num_choices, num_experts):
+        return Cut(chunk, k_blocks, group, MAX_THREADS, is_counted=True)
+    threads = max(chunk * group * _LANES, min(num_choices // 2, 512))
+    return Cut(chunk, k_blocks, group, min(MAX_THREADS, round_up(threads, WARP)), is_counted=False)
+
+
+def _is_counted(num_choices: int, num_experts: int) -> bool:
+    return num_choices > _MANY_CHOICES and num_experts < MAX_THREADS
+
+
+def is_few(num_choices: int, *, masked: bool) -> bool:
+    """Whether `dispatch_few_kernel` takes so many."""
+    return num_choices <= _FEW_CHOICES and not masked
+
+
+def few_kernel_of(dtype: torch.dtype, *, vectorized: bool) -> Kernel:
+    return Kernel(_SOURCE, f"dispatch_few_kernel<{SHARES[dtype]}, {str(vectorized).lower()}>")
+
+
+def dispatch_kernel_of(
+    dtype: torch.dtype, *, vectorized: bool, masked: bool, is_counted: bool
+) -> Kernel:
+    """vectorized: elements lie such that eight can be loaded at once, or 16 codes."""
+    flags = ", ".join(str(flag).lower() for flag in (vectorized, masked, is_counted))
+    return Kernel(_SOURCE, f"dispatch_kernel<{SHARES[dtype]}, {flags}>")
+
+
+def count_kernel_of(*, masked: bool) -> Kernel:
+    return Kernel(_SOURCE, f"count_kernel<{str(masked).lower()}>")
+
+
+def _columns_at_once(dtype: torch.dtype) -> int:
+    """What H is a multiple of where kernels are vectorized.
+
+    A thread loads its 16 codes at once. If only the pitch of rows were a multiple of 16, that would
+    end behind the last row, where x may end.
+    """
+    return 16 if dtype == E4M3 else 8
+
+
+def most_count_bytes(num_tokens: int, top_k: int, num_experts: int) -> int:
+    """How much memory a dispatch takes for counts, on a GPU of up to 256 SMs."""
+    num_places = num_tokens * round_up(top_k, 4)
+    num_chunks = min(num_tokens, max(256, ceil_div(2 * num_places, MAX_CHOICES)))
+    return num_chunks * num_slots_of(num_experts) * 2
+
+
+class Dispatched(NamedTuple):
+    """What a dispatch leaves for the steps after it.
+
+    maps: int32 expert_offsets [E + 1], tokens_per_expert [E] and token_to_row [T, k].
+    tile_counters: int32 [2], zeros, which the GEMMs after it may count by.
+    """
+
+    maps: MapPlaces
+    tile_counters: Place
+
+
+def describe_dispatch(
+    r: Record,
+    x: Tensor,
+    ids: Tensor,
+    rows: Codes,
+    num_experts: int,
+    *,
+    x_scale_inv: Tensor | None = None,
+    expert_offset: int = 0,
+    is_masked: bool = False,
+    maps: MapPlaces | None = None,
+    min_amax: float = MIN_AMAX,
+) -> Dispatched:
+    """Quantize every token once, as `quantize_1x128` does, into its rows, and plan these.
+
+    Where x is e4m3, its codes and scales are copied as they are. That is one step, or two for many
+    tokens: the first counts choices. Each waits for the step before it.
+
+    Args:
+        x: [T, H]; T and H at least 1, columns contiguous.
+        ids: [T, k], int32 or int64; one of no expert here has no row.
+        rows: e4m3 [1, R, H], or if is_masked [E, R, H] with R >= T, in rows of whole 16 bytes. What
+            follows the end of a row, up to its next multiple of 16, may be written too. There are
+            fewer than 2**31 scales.
+        x_scale_inv: fp32 [T, ceil(H/128)], the scales of an e4m3 `x`; None for others.
+        expert_offset: the id of the first of the E experts.
+        is_masked: each expert has a matrix of rows; else the rows of all follow one another.
+        maps: where the plan is written; None: into buffers.
+        min_amax: as in `quantize_1x128`.
+
+    Raises:
+        ValueError: there are more choices or rows than a kernel can count.
+    """
+    (num_tokens, hidden_size), top_k = x.shape, ids.shape[1]
+    if maps is None:
+        counts, offsets = (
+            r.buffer("tokens_per_expert", num_experts * 4),
+            r.buffer("expert_offsets", (num_experts + 1) * 4),
+        )
+        maps = MapPlaces(counts, offsets, r.buffer("token_to_row", num_tokens * top_k * 4))
+    tile_counters = r.buffer("tile_counters", 2 * 4)
+    num_k_blocks = num_blocks(hidden_size)
+    cut = cut_dispatch(num_tokens, top_k, num_experts, num_k_blocks, r.target.num_sms)
+    routing = routing_of(
+        _OP,
+        cut.tokens,
+        ids,
+        num_experts,
+        rows.data.shape[1] if is_masked else None,
+        maps,
+        num_warps=cut.threads // WARP if cut.is_counted and not is_masked else 0,
+        expert_offset=expert_offset,
+        words_of_choice=2 if is_masked else 1,
+    )
+    num_choices = num_tokens * top_k
+    has_few = is_few(num_choices, masked=is_masked)
+    bounds = [_FEW_CHOICES] * (not is_masked) + [_MANY_CHOICES] * (num_experts < MAX_THREADS)
+    r.hold(num_choices, lambda most: min([x for x in bounds if x >= num_choices], default=most))
+    k_blocks = _FEW_THREADS // _LANES if has_few else cut.k_blocks
+    parts, num_chunks = ceil_div(num_k_blocks, k_blocks), ceil_div(num_tokens, cut.tokens)
+    x_row_bytes = x.bytes_of_stride(0)
+    arguments = {
+        "routing": routing.arguments,
+        "x": x.place,
+        "x_row_bytes": x_row_bytes,
+        "rows": rows.data.place,
+        "row_pitch": rows.data.strides[1],
+        "row_scales": rows.scale_inv.place,
+        "scale_pitch": rows.scale_inv.strides[2],
+        "hidden_size": hidden_size,
+        "num_k_blocks": num_k_blocks,
+        "part_blocks": k_blocks,
+        "num_parts": parts,
+        "group": cut.group,
+        "parts": divisor_of(parts),
+        "in_group": divisor_of(cut.tokens * cut.group),
+        "num_chunks": num_chunks,
+        "counts": r.buffer("counts", most_count_bytes(num_tokens, top_k, num_experts)),
+        "zeros": tile_counters,
+        "min_amax": min_amax,
+    }
+    if x_scale_inv is not None:
+        arguments |= {
+            "x_scales": x_scale_inv.place,
+            "x_scale_token_bytes": x_scale_inv.bytes_of_stride(0),
+            "x_scale_block_bytes": x_scale_inv.bytes_of_stride(1),
+        }
+    fits = hidden_size % _columns_at_once(x.dtype) == 0
+    vectorized = fits and x.is_aligned and x_row_bytes % TMA_BYTES == 0
+
+    def step(kernel: Kernel, grid: int, threads: int, shared_bytes: int) -> None:
+        r.step(kernel, grid, threads, arguments, programmatic=True, shared_bytes=shared_bytes)
+
+    if has_few:
+        few = few_kernel_of(x.dtype, vectorized=vectorized)
+        step(few, num_tokens * parts + 1, _FEW_THREADS, 0)
+        return Dispatched(maps, tile_counters)
+    if cut.is_counted:
+        step(count_kernel_of(masked=is_masked), num_chunks, _COUNT_THREADS, routing.shared_bytes)
+    kernel = dispatch_kernel_of(
+        x.dtype, vectorized=vectorized, masked=is_masked, is_counted=cut.is_counted
+    )
+    step(kernel, num_chunks * parts, cut.threads, routing.shared_bytes)
+    return Dispatched(maps, tile_counters)

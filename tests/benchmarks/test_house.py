@@ -73,7 +73,7 @@ def test_chains_of_imports():
 
 def test_a_first_call_passes_through_files_of_ours_and_a_second_through_fewer():
     passed = house.files_passed(house.experts)
-    assert {"layers/experts.py", "routing/dispatch_launch.py"} <= passed
+    assert {"layers/experts.py", "routing/dispatch.py"} <= passed
     assert not any(path.startswith(("kernels/jit", "..", "/")) for path in passed)
 
     def second():

@@ -9,7 +9,8 @@ import torch
 
 from moefp8 import kernels
 from moefp8.quant import numerics
-from moefp8.routing import dispatch_launch, logits_launch
+from moefp8.routing import logits_launch
+from moefp8.routing.dispatch import SHARES
 from tests import naive
 from tests.fakes.emulated_gemm import GemmEmulator, dtype_of, memory
 from tests.routing.cases import plan_of
@@ -169,7 +170,7 @@ class RoutingEmulator(GemmEmulator):
 
 def _dtype_of_tokens(kernel) -> torch.dtype:
     share = re.search(r"<(Codes|Floats<[^>]*>)", kernel.name)[1]
-    return next(dtype for dtype, name in dispatch_launch.SHARES.items() if name == share)
+    return next(dtype for dtype, name in SHARES.items() if name == share)
 
 
 def _check_warps(x, made, items: int, parts: int) -> None:

@@ -11,8 +11,7 @@ import torch
 from moefp8 import FP8Linear
 from moefp8.kernels import jit
 from moefp8.kernels.gemm.tuned import ANY_TARGET
-from moefp8.quant.quantize import quantize_1x128
-from moefp8.quant.quantize_launch import quantize_kernels
+from moefp8.quant.quantize import quantize_1x128, quantize_kernels
 
 
 @contextmanager

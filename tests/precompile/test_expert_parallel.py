@@ -19,7 +19,7 @@ from moefp8.distributed.expert_parallel.group import ExpertGroup
 from moefp8.distributed.expert_parallel.peer_memory import Peers
 from moefp8.kernels import E4M3, jit
 from moefp8.precompile.variants import Exchange
-from moefp8.routing import dispatch_launch
+from moefp8.routing.dispatch import dispatch_kernel_of
 from tests.distributed.expert_parallel.local_ranks import LocalAgreement
 from tests.distributed.expert_parallel.peers_cases import HostGroup
 from tests.precompile.test_precompile import (
@@ -122,7 +122,7 @@ def test_tokens_of_all_ranks_come_to_frozen_experts_as_codes(layout):
         assert not any("Floats" in kernel.name for kernel in named)
         assert not any("push_rows" in kernel.name for kernel in named)
         for vectorized in (True, False):
-            kernel = dispatch_launch.kernel_of(
+            kernel = dispatch_kernel_of(
                 E4M3, vectorized=vectorized, masked=layout == "masked", is_counted=False
             )
             assert kernel in named

@@ -9,7 +9,7 @@ from moefp8.kernels import jit
 from moefp8.kernels.common.blocks import E4M3
 from moefp8.kernels.jit import compile_kernels
 from moefp8.kernels.program import Codes, Place, Record, Tensor
-from moefp8.quant import columns_launch as room
+from moefp8.quant import columns as room
 from moefp8.quant.columns import columns_kernels, quantize_1x128_and_128x1, quantize_128x1
 from tests import records
 from tests.fakes import cuda_on_cpu

@@ -9,7 +9,7 @@ from moefp8.kernels import jit
 from moefp8.kernels.common.blocks import E4M3
 from moefp8.kernels.jit import compile_kernels
 from moefp8.kernels.program import Codes, Place, Record, Tensor
-from moefp8.quant import each_launch as room
+from moefp8.quant import each as room
 from moefp8.quant.each import quantize_128x128_each_into
 from tests import records
 from tests.fakes import cuda_on_cpu

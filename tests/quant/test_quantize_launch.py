@@ -11,14 +11,14 @@ from moefp8.kernels.common.blocks import E4M3
 from moefp8.kernels.common.divisor import divisor_of
 from moefp8.kernels.jit import compile_kernels
 from moefp8.kernels.program import Codes, Place, Record, Tensor
-from moefp8.quant import quantize_launch as room
+from moefp8.quant import quantize as room
 from moefp8.quant.quantize import (
+    Cut,
     launch_quantize_1x128,
     quantize_1x128,
     quantize_128x128,
     quantize_gradient_1x128,
 )
-from moefp8.quant.quantize_launch import Cut
 from tests import records
 from tests.gpu import NUM_SMS, same_bits
 

@@ -10,8 +10,7 @@ import torch
 
 from moefp8.kernels import jit
 from moefp8.quant import numerics
-from moefp8.quant.quantize import launch_quantize_1x128, quantize_1x128, quantize_128x128
-from moefp8.quant.quantize_launch import Cut
+from moefp8.quant.quantize import Cut, launch_quantize_1x128, quantize_1x128, quantize_128x128
 from tests.gpu import no_synchronisation, on_gpu, poison, same_bits
 
 DTYPES = torch.bfloat16, torch.float16, torch.float32

@@ -10,8 +10,8 @@ from moefp8.kernels.jit import Launch
 from moefp8.kernels.program import Codes, Place, Tensor, layouts
 from moefp8.quant.quantize import quantize_1x128
 from moefp8.routing import RoutingPlan
-from moefp8.routing.combine_launch import describe_combine
-from moefp8.routing.dispatch_launch import describe_dispatch, most_count_bytes
+from moefp8.routing.combine import describe_combine
+from moefp8.routing.dispatch import describe_dispatch, most_count_bytes
 from moefp8.routing.plan import build_maps
 from tests.records import addresses_of, launches_of, run
 

@@ -11,9 +11,26 @@ from hypothesis import strategies as st
 from moefp8.kernels import E4M3, jit
 from moefp8.kernels.jit import compile_kernels
 from moefp8.kernels.program import Place, Tensor
-from moefp8.routing import combine_launch, dispatch_launch, plan_launch
-from moefp8.routing.plan import build_maps
-from moefp8.routing.plan_launch import Maps, PlanInputs
+from moefp8.routing.combine import combine_kernel_of
+from moefp8.routing.dispatch import (
+    count_kernel_of,
+    cut_dispatch,
+    dispatch_kernel_of,
+    few_kernel_of,
+    most_count_bytes,
+)
+from moefp8.routing.plan import (
+    MAX_CHOICES,
+    MapPlaces,
+    Maps,
+    PlanInputs,
+    build_maps,
+    cut_plan,
+    launch_plan,
+    num_slots_of,
+    plan_kernel_of,
+    routing_of,
+)
 from moefp8.testing import sizes
 from tests.fakes import cuda_on_cpu
 from tests.fakes.emulator import FakeDriver
@@ -40,31 +57,29 @@ from tests.sampling import pairs
 
 FLAGS = True, False
 OF_DISPATCH = [
-    *(dispatch_launch.count_kernel_of(masked=masked) for masked in FLAGS),
+    *(count_kernel_of(masked=masked) for masked in FLAGS),
     *(
-        dispatch_launch.few_kernel_of(dtype, vectorized=vectorized)
+        few_kernel_of(dtype, vectorized=vectorized)
         for dtype, vectorized in product((*DTYPES, E4M3), FLAGS)
     ),
     *(
-        dispatch_launch.kernel_of(
-            dtype, vectorized=vectorized, masked=masked, is_counted=is_counted
-        )
+        dispatch_kernel_of(dtype, vectorized=vectorized, masked=masked, is_counted=is_counted)
         for dtype, vectorized, masked, is_counted in product((*DTYPES, E4M3), FLAGS, FLAGS, FLAGS)
     ),
 ]
-MODULES = {
-    plan_launch: [plan_launch.kernel_of(ahead) for ahead in (1, 4)],
-    dispatch_launch: OF_DISPATCH,
-    combine_launch: [combine_launch.kernel_of(x, flag) for x, flag in product(DTYPES, FLAGS)],
+KERNELS = {
+    "plan": [plan_kernel_of(ahead) for ahead in (1, 4)],
+    "dispatch": OF_DISPATCH,
+    "combine": [combine_kernel_of(x, flag) for x, flag in product(DTYPES, FLAGS)],
 }
 
 # ---- Compiling ----
 
 
 @pytest.mark.usefixtures("own_cache")
-@pytest.mark.parametrize("module", MODULES)
-def test_every_variant_compiles_and_spills_nothing(module):
-    for cubin in compile_kernels(MODULES[module]):
+@pytest.mark.parametrize("op", KERNELS)
+def test_every_variant_compiles_and_spills_nothing(op):
+    for cubin in compile_kernels(KERNELS[op]):
         assert cubin.problems() == []
 
 
@@ -80,11 +95,12 @@ dispatches = st.tuples(  # T, k, E, k-blocks, SMs
 @given(shape=dispatches)
 def test_each_block_of_each_token_has_a_cta(shape):
     num_tokens, top_k, _, num_k_blocks, num_sms = shape
-    cut = dispatch_launch.cut_dispatch(*shape)
+    cut = cut_dispatch(*shape)
     chunks, parts = -(-num_tokens // cut.tokens), -(-num_k_blocks // cut.k_blocks)
     assert (cut.threads % 32, 32 <= cut.threads <= 1024) == (0, True)
-    assert cut.tokens * top_k <= plan_launch.MAX_CHOICES
-    if num_tokens * top_k <= num_sms * plan_launch.MAX_CHOICES // 2:
+    assert cut.tokens * top_k <= MAX_CHOICES
+    places = -(-top_k // 4) * 4  # of a token's choices in shared memory
+    if num_tokens * places <= num_sms * MAX_CHOICES // 2:
         assert chunks * parts <= num_sms
     if parts > 1:
         assert cut.k_blocks >= 8
@@ -97,20 +113,20 @@ def test_each_block_of_each_token_has_a_cta(shape):
 @given(shape=dispatches)
 def test_counts_of_all_chunks_have_room(shape):
     num_tokens, top_k, num_experts, *_ = shape
-    cut = dispatch_launch.cut_dispatch(*shape)
-    slots = plan_launch.num_slots_of(num_experts)
+    cut = cut_dispatch(*shape)
+    slots = num_slots_of(num_experts)
     assert cut.is_counted == (num_tokens * top_k > 2**13 and num_experts < 1024)
     if cut.is_counted:  # a thread for each two experts
         assert (cut.threads, slots // 2 <= 512) == (1024, True)
-    room = dispatch_launch.most_count_bytes(num_tokens, top_k, num_experts)
-    assert room >= -(-num_tokens // cut.tokens) * slots * 2
+    num_bytes = most_count_bytes(num_tokens, top_k, num_experts)
+    assert num_bytes >= -(-num_tokens // cut.tokens) * slots * 2
 
 
 @given(num_tokens=st.integers(0, 2**20), top_k=st.integers(1, 9000))
 def test_a_plan_fits_into_shared_memory(num_tokens, top_k):
-    cut = plan_launch.cut_plan(num_tokens, top_k, NUM_SMS)
+    cut = cut_plan(num_tokens, top_k, NUM_SMS)
     assert cut.tokens >= 1
-    assert cut.tokens == 1 or cut.tokens * top_k <= plan_launch.MAX_CHOICES
+    assert cut.tokens == 1 or cut.tokens * top_k <= MAX_CHOICES
     assert cut.threads in range(128, 1025, 32)
 
 
@@ -128,18 +144,18 @@ def test_a_plan_fits_into_shared_memory(num_tokens, top_k):
     ],
 )
 def test_cuts_of_common_shapes(tokens, hidden_blocks, expected):
-    assert dispatch_launch.cut_dispatch(tokens, 8, 256, hidden_blocks, NUM_SMS) == expected
+    assert cut_dispatch(tokens, 8, 256, hidden_blocks, NUM_SMS) == expected
 
 
 @pytest.mark.parametrize("top_k", range(1, 70))
 def test_lanes_find_their_token(top_k):
-    routing = routing_of(top_k).arguments
+    routing = routing_of_five(top_k).arguments
     for lane in range(32):
         assert lane * routing["reciprocal_of_k"] >> 16 == lane // top_k
     assert routing["tokens_at_once"] == max(1, 32 // top_k)
 
 
-def routing_of(
+def routing_of_five(
     top_k: int,
     num_experts: int = 8,
     max_m: int | None = None,
@@ -148,9 +164,9 @@ def routing_of(
 ) -> Structure:
     """The routing of five tokens, in chunks of two."""
     ids = Tensor.of(torch.zeros(5, top_k, dtype=torch.int64), "ids")
-    maps = plan_launch.MapPlaces(*map(Place, plan_launch.MapPlaces._fields))
+    maps = MapPlaces(*map(Place, MapPlaces._fields))
     options = {"num_warps": num_warps, "words_of_choice": words}
-    return plan_launch.routing_of("op", 2, ids, num_experts, max_m, maps, **options)
+    return routing_of("op", 2, ids, num_experts, max_m, maps, **options)
 
 
 @pytest.mark.parametrize("num_experts", [1, 127, 128, 384])
@@ -158,7 +174,7 @@ def routing_of(
 def test_shared_memory_holds_all_experts_and_one_more_and_all_rows(top_k, places, num_experts):
     """The rows of a token are read four at once."""
     for words in (1, 2):
-        routing, shared_bytes = routing_of(top_k, num_experts, words=words)
+        routing, shared_bytes = routing_of_five(top_k, num_experts, words=words)
         num_slots = routing["num_slots"]
         assert (num_slots % 128, routing["rows_of_token"]) == (0, places)
         assert num_experts < num_slots <= num_experts + 128
@@ -171,7 +187,7 @@ def test_shared_memory_holds_all_experts_and_one_more_and_all_rows(top_k, places
 )
 def test_as_many_warps_rank_choices_as_are_useful(top_k, num_experts, rankers):
     """They rank the choices of two tokens."""
-    routing, without = (routing_of(top_k, num_experts, num_warps=n) for n in (32, 0))
+    routing, without = (routing_of_five(top_k, num_experts, num_warps=n) for n in (32, 0))
     found = [x.arguments["num_rankers"] for x in (routing, without)]
     assert found == [rankers, 0]
     more = 2 * rankers * routing.arguments["num_slots"]
@@ -180,7 +196,7 @@ def test_as_many_warps_rank_choices_as_are_useful(top_k, num_experts, rankers):
 
 def test_more_rows_than_a_kernel_counts_are_refused():
     with pytest.raises(ValueError, match=r"op: one call takes fewer than 2\*\*31 rows, got T = 5"):
-        routing_of(4, max_m=2**30)
+        routing_of_five(4, max_m=2**30)
 
 
 # ---- What the kernels compute ----
@@ -191,8 +207,8 @@ def functions(tmp_path_factory):
     if not cuda_on_cpu.is_possible():
         pytest.skip("needs g++")
     functions = {}
-    for module, kernels in MODULES.items():
-        folder = tmp_path_factory.mktemp(module.__name__)
+    for op, kernels in KERNELS.items():
+        folder = tmp_path_factory.mktemp(op)
         functions |= cuda_on_cpu.build(kernels, folder)
     return functions
 
@@ -228,7 +244,7 @@ def test_plan_equals_the_portable_body(
     max_m = None if spare is None else num_tokens + spare
     expected = build_maps(ids, num_experts, alignment, max_m)
     ours = Maps(*(poisoned(x.shape, x.dtype, "cpu") for x in expected))
-    plan_launch.launch_plan(PlanInputs(ids, num_experts, alignment, max_m), ours)
+    launch_plan(PlanInputs(ids, num_experts, alignment, max_m), ours)
     assert all(map(torch.equal, ours, expected))
 
 
@@ -334,7 +350,7 @@ def test_plan_of_a_rank_equals_the_portable_body(on_cpu, kind, rank, wide, spare
     by_hand = build_maps(ids_here(ids, num_experts, first), num_experts, 1, max_m)
     assert all(map(torch.equal, expected, by_hand))
     ours = Maps(*(poisoned(x.shape, x.dtype, "cpu") for x in expected))
-    plan_launch.launch_plan(PlanInputs(ids, num_experts, 1, max_m, first, num_global), ours)
+    launch_plan(PlanInputs(ids, num_experts, 1, max_m, first, num_global), ours)
     assert all(map(torch.equal, ours, expected))
 
 

@@ -23,7 +23,7 @@ import torch
 
 from ...kernels.common.blocks import BLOCK, MIN_GRADIENT_AMAX, num_blocks, round_up
 from ...kernels.common.prepared import Launches, layout_of
-from ...kernels.gemm.k_grouped.launch import describe_k_grouped
+from ...kernels.gemm.k_grouped.k_grouped import describe_k_grouped
 from ...kernels.gemm.tuned import ANY_TARGET, target_of
 from ...kernels.jit import Kernel, current_driver
 from ...kernels.program import (
@@ -37,10 +37,9 @@ from ...kernels.program import (
     layouts,
     prepare_launches,
 )
-from ...quant.columns import column_codes, num_column_blocks
-from ...quant.columns_launch import describe_columns, readable
-from ...routing.combine_launch import describe_combine
-from ...routing.dispatch_launch import describe_dispatch
+from ...quant.columns import column_codes, describe_columns, num_column_blocks, readable
+from ...routing.combine import describe_combine
+from ...routing.dispatch import describe_dispatch
 from ..expert_configs import Sizes, describe_backward_configs
 from ..expert_parts import GIVEN, Given, describe_rows_gemm
 from ..swiglu import saved_as_read

@@ -13,7 +13,7 @@ import torch
 from ...kernels.common.blocks import MIN_AMAX, MIN_GRADIENT_AMAX, TMA_BYTES, num_blocks
 from ...kernels.common.prepared import Launches, layout_of, prepared
 from ...kernels.common.tma_operands import fits
-from ...kernels.gemm.k_grouped.launch import describe_k_grouped
+from ...kernels.gemm.k_grouped.k_grouped import describe_k_grouped
 from ...kernels.gemm.launch import describe_gemm
 from ...kernels.gemm.operands import check_sizes
 from ...kernels.gemm.tuned import dense_config, target_of
@@ -28,8 +28,7 @@ from ...kernels.program import (
     layouts,
     prepare_launches,
 )
-from ...quant.columns import column_codes
-from ...quant.columns_launch import describe_columns, readable
+from ...quant.columns import column_codes, describe_columns, readable
 
 _OP = "trained_linear"
 

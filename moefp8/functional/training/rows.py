@@ -32,10 +32,8 @@ from ...kernels.program import (
     prepare_launches,
 )
 from ...quant.quantize import quantize_1x128
-from ...routing.dispatch import dispatch_rows
-from ...routing.dispatch_launch import describe_dispatch
-from ...routing.plan import build_plan
-from ...routing.plan_launch import MapPlaces
+from ...routing.dispatch import describe_dispatch, dispatch_rows
+from ...routing.plan import MapPlaces, build_plan
 from ..expert_configs import Sizes
 from ..expert_parts import Given
 

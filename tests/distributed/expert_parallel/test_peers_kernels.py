@@ -29,7 +29,7 @@ from moefp8.distributed.expert_parallel.peers_launch import (
 from moefp8.kernels import E4M3, jit, num_blocks
 from moefp8.kernels.jit import compile_kernels
 from moefp8.kernels.program import Place, Word, layouts
-from moefp8.routing import combine_launch
+from moefp8.routing.combine import combine_kernel_of
 from moefp8.testing import sizes
 from tests.distributed.expert_parallel.peers_cases import (
     GIVE_BACK,
@@ -44,7 +44,7 @@ from tests.records import launches_of
 from tests.routing.cases import DTYPES
 
 FLAGS = True, False
-SUMS = [combine_launch.kernel_of(dtype, flag, 2) for dtype, flag in product(DTYPES, FLAGS)]
+SUMS = [combine_kernel_of(dtype, flag, 2) for dtype, flag in product(DTYPES, FLAGS)]
 
 # ---- Compiling ----
 

@@ -19,7 +19,7 @@ from moefp8.distributed.expert_parallel.local import LocalExperts
 from moefp8.kernels import jit
 from moefp8.kernels.gemm.tuned import ANY_TARGET
 from moefp8.precompile.variants import Demand, Exchange
-from moefp8.routing import plan_launch
+from moefp8.routing.plan import plan_kernel_of
 from tests.distributed.expert_parallel.local_ranks import group_of_one
 from tests.distributed.expert_parallel.peers_cases import GIVE_BACK, PUSH, HostGroup, build
 from tests.fakes import cuda_on_cpu
@@ -43,7 +43,7 @@ class WithExchange(cuda_on_cpu.OnCpu):
 
 @pytest.fixture(scope="module")
 def functions(tmp_path_factory):
-    plans = [plan_launch.kernel_of(ahead) for ahead in (1, 4)]
+    plans = [plan_kernel_of(ahead) for ahead in (1, 4)]
     return build([*PUSH, *GIVE_BACK, *plans], tmp_path_factory)
 
 

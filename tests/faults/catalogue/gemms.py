@@ -60,7 +60,7 @@ FAULTS = [
         why="a kernel writes memory that the kernel before it may still use",
     ),
     Fault(
-        file="kernels/gemm/k_grouped/launch.py",
+        file="kernels/gemm/k_grouped/k_grouped.py",
         old="box_m = config.tile_m // config.multicast",
         new="box_m = config.tile_m",
         caught_by="tests/kernels/gemm/k_grouped/test_launch.py::"

@@ -20,7 +20,7 @@ FAULTS = [
         why="a kernel reads early what shares memory with a buffer of the step before",
     ),
     Fault(
-        file="routing/combine_launch.py",
+        file="routing/combine.py",
         old='early=(token_to_row, weights.place, arguments["addend"]),',
         new='early=(weights.place, arguments["addend"]),',
         caught_by="tests/kernels/program/test_early.py::"

@@ -4,14 +4,14 @@ from ..fault import Fault
 
 FAULTS = [
     Fault(
-        file="quant/quantize_launch.py",
+        file="quant/quantize.py",
         old='"pitch": out.scale_inv.strides[-1],',
         new='"pitch": out.scale_inv.shape[-2],',
         caught_by="tests/quant/test_quantize_launch.py::test_launch_says_where_everything_lies",
         why="the pitch of scales is not a multiple of 16 bytes",
     ),
     Fault(
-        file="quant/quantize_launch.py",
+        file="quant/quantize.py",
         old="address % _VECTOR_BYTES, ue8m0, cut, min_amax)",
         new="address % _VECTOR_BYTES, ue8m0, cut)",
         caught_by="tests/quant/test_quantize_launch.py::"
@@ -26,7 +26,7 @@ FAULTS = [
         why="small gradients become zeros on a CPU",
     ),
     Fault(
-        file="quant/transpose_launch.py",
+        file="quant/transpose.py",
         old='"w_part_pitch": num_rows * w_row_pitch,',
         new='"w_part_pitch": num_rows * k,',
         caught_by="tests/quant/test_transpose_launch.py::test_launch_says_where_everything_lies",
@@ -41,7 +41,7 @@ FAULTS = [
         why="a launch that was prepared for aligned weights reads others",
     ),
     Fault(
-        file="quant/each_launch.py",
+        file="quant/each.py",
         old='"width": transposed.shape[-1] // parts,',
         new='"width": num_rows,',
         caught_by="tests/quant/test_each_launch.py::test_launches_of_one_layout_are_prepared_once",

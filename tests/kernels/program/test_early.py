@@ -6,7 +6,7 @@ import torch
 from moefp8.kernels.common.blocks import E4M3
 from moefp8.kernels.gemm.launch import describe_gemm
 from moefp8.kernels.program import Codes, Record, check_early
-from moefp8.routing.combine_launch import describe_combine
+from moefp8.routing.combine import describe_combine
 from moefp8.routing.logits_launch import Sums
 from moefp8.routing.top_k_launch import Choice, describe_top_k
 from tests.kernels.program.test_place import copy, record
