@@ -54,7 +54,7 @@ from .expert_parts import (
     describe_rows_gemm,
 )
 from .parts import parts_of
-from .swiglu_backward_launch import describe_swiglu_backward
+from .swiglu import describe_swiglu_backward
 
 # The addresses of a call, in order; those of optional tensors are 0 where there are none.
 INPUTS = (

@@ -33,8 +33,7 @@ from ..quant.numerics import quantize_1x128
 from ..quant.quantize import describe_quantize
 from .autograd import first_order, no_gradients, records
 from .feed_forward import FeedForwardInputs, feed_forward, feed_forward_saving, pad
-from .swiglu import as_saved, swiglu_grad
-from .swiglu_backward_launch import describe_swiglu_backward
+from .swiglu import as_saved, describe_swiglu_backward, swiglu_grad
 from .transposed import transposed, transposed_side_by_side
 
 _OP = "feed_forward_backward"

@@ -5,6 +5,7 @@ T tokens, k choices each, R rows, I intermediate.
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from ..kernels.common.blocks import (
     BLOCK,
     E4M3,
     MIN_GRADIENT_AMAX,
+    ceil_div,
     empty_tma_aligned,
     round_up,
     zero_padded,
@@ -22,20 +24,10 @@ from ..kernels.common.prepared import layout_of, prepared
 from ..kernels.common.registry import register_inputs
 from ..kernels.gemm.tuned import target_of
 from ..kernels.jit import Kernel, Launch
-from ..kernels.program import (
-    Codes,
-    Place,
-    Record,
-    Target,
-    Tensor,
-    layouts,
-    prepare_launch,
-)
+from ..kernels.program import Codes, Place, Record, Target, Tensor, layouts, prepare_launch
 from ..quant.numerics import quantize_1x128
 from ..routing.combine import first_choices
-from .swiglu import as_saved, empty_gate_up, swiglu, swiglu_grad
-from .swiglu_backward_launch import describe_swiglu_backward
-from .swiglu_launch import describe_swiglu
+from .swiglu import as_saved, describe_swiglu_backward, empty_gate_up, swiglu, swiglu_grad
 
 _OP, _BACKWARD = "swiglu_rows", "swiglu_rows_backward"
 
@@ -258,3 +250,33 @@ swiglu_rows_backward = register_inputs(
 """The gradient of `swiglu_rows` times the weights of choices: `SwigluBackwardInputs` ->
 `SwigluGradients`. of_weights[t, j] is the dot product of grad and what is activated, in their
 row."""
+
+
+# ---- The kernel of rows ----
+
+_SOURCE = Path(__file__).with_name("swiglu.cu")
+_WARP, _MAX_THREADS, _COLUMNS = 32, 256, 8
+
+
+def describe_swiglu(r: Record, gate_up: Tensor, activated: Place, limit: float) -> None:
+    """One step: `swiglu` of gate and up. It waits for the step before it.
+
+    Args:
+        gate_up: bf16 [R, 2, I] as `empty_gate_up` says.
+        activated: bf16 [R, I], in rows of the same pitch.
+        limit: that of `swiglu`; infinite if there is none.
+    """
+    num_rows, _, size = gate_up.shape
+    r.step(
+        Kernel(_SOURCE, "swiglu_kernel"),
+        num_rows,
+        min(_MAX_THREADS, round_up(ceil_div(size, _COLUMNS), _WARP)),
+        {
+            "gate_up": gate_up.place,
+            "activated": activated,
+            "row_bytes": gate_up.bytes_of_stride(1),
+            "size": size,
+            "limit": limit,
+        },
+        programmatic=True,
+    )

@@ -15,6 +15,7 @@ from ..kernels.common.blocks import (
     E4M3,
     TMA_BYTES,
     ceil_div,
+    divisor_of,
     num_blocks,
     round_up,
     round_up_to_tma,
@@ -27,7 +28,6 @@ from ..kernels.common.checks import (
     check_shape,
     check_tensor,
 )
-from ..kernels.common.divisor import divisor_of
 from ..kernels.common.prepared import layout_of, prepared
 from ..kernels.common.registry import Written, register_inputs
 from ..kernels.gemm.tuned import target_of

@@ -20,13 +20,13 @@ from ..kernels.common.blocks import (
     E4M3,
     MIN_AMAX,
     ceil_div,
+    divisor_of,
     empty_tma_aligned,
     num_blocks,
     round_up_to_tma,
     zero_padded,
 )
 from ..kernels.common.checks import FLOATS, INPUTS, check_same_device, check_tensor
-from ..kernels.common.divisor import divisor_of
 from ..kernels.common.prepared import layout_of, prepared
 from ..kernels.common.registry import register_inputs
 from ..kernels.gemm.tuned import target_of

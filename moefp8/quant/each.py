@@ -14,7 +14,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..kernels.common.blocks import BLOCK, E4M3, TMA_BYTES, ceil_div, num_blocks, round_up
+from ..kernels.common.blocks import (
+    BLOCK,
+    E4M3,
+    TMA_BYTES,
+    ceil_div,
+    divisor_of,
+    num_blocks,
+    round_up,
+)
 from ..kernels.common.checks import (
     FLOATS,
     INPUTS,
@@ -23,7 +31,6 @@ from ..kernels.common.checks import (
     check_shape,
     check_tensor,
 )
-from ..kernels.common.divisor import divisor_of
 from ..kernels.common.prepared import layout_of, prepared
 from ..kernels.common.registry import any_watches, register
 from ..kernels.gemm.tuned import target_of

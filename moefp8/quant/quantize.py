@@ -16,12 +16,12 @@ from ..kernels.common.blocks import (
     MIN_GRADIENT_AMAX,
     TMA_BYTES,
     ceil_div,
+    divisor_of,
     empty_tma_aligned,
     num_blocks,
     round_up,
 )
 from ..kernels.common.checks import FLOATS, INPUTS, check_tensor
-from ..kernels.common.divisor import divisor_of
 from ..kernels.common.prepared import layout_of, prepared
 from ..kernels.common.registry import register
 from ..kernels.gemm.tuned import target_of

@@ -10,9 +10,16 @@ from typing import NamedTuple
 
 import torch
 
-from ..kernels.common.blocks import BLOCK, E4M3, TMA_BYTES, ceil_div, round_up, round_up_to_tma
+from ..kernels.common.blocks import (
+    BLOCK,
+    E4M3,
+    TMA_BYTES,
+    ceil_div,
+    divisor_of,
+    round_up,
+    round_up_to_tma,
+)
 from ..kernels.common.checks import check_rows_contiguous, check_same_device, check_tensor
-from ..kernels.common.divisor import divisor_of
 from ..kernels.common.prepared import layout_of, prepared
 from ..kernels.common.registry import Written, register_inputs
 from ..kernels.gemm.tuned import target_of

@@ -11,9 +11,8 @@ import torch
 from torch import _C
 from torch.autograd import forward_ad
 
-from ..kernels.common.blocks import ceil_div
+from ..kernels.common.blocks import ceil_div, divisor_of
 from ..kernels.common.checks import FLOATS, INPUTS, check_same_device, check_shape, check_tensor
-from ..kernels.common.divisor import divisor_of
 from ..kernels.common.prepared import layout_of, prepared
 from ..kernels.common.registry import register_inputs
 from ..kernels.gemm.tuned import target_of

@@ -9,9 +9,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..kernels.common.blocks import E4M3, MIN_AMAX, TMA_BYTES, ceil_div, num_blocks, round_up
+from ..kernels.common.blocks import (
+    E4M3,
+    MIN_AMAX,
+    TMA_BYTES,
+    ceil_div,
+    divisor_of,
+    num_blocks,
+    round_up,
+)
 from ..kernels.common.checks import FLOATS, INPUTS, check_same_device
-from ..kernels.common.divisor import divisor_of
 from ..kernels.jit import Kernel
 from ..kernels.program import Codes, Place, Record, Tensor
 from .combine import first_choices, is_transformed, sum_rows

@@ -13,9 +13,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch.nn.functional import pad
 
-from ..kernels.common.blocks import ceil_div, round_up
+from ..kernels.common.blocks import ceil_div, divisor_of, round_up
 from ..kernels.common.checks import check_choices, check_rank, check_tensor
-from ..kernels.common.divisor import divisor_of
 from ..kernels.common.prepared import layout_of, prepared
 from ..kernels.common.registry import register_inputs
 from ..kernels.gemm.tuned import target_of

@@ -11,9 +11,9 @@ from moefp8.functional.swiglu import swiglu
 from moefp8.functional.swiglu_rows import weights_of_rows
 from moefp8.functional.training.swiglu_columns import (
     SwigluColumnsGradients,
+    shared_bytes_of,
     swiglu_columns_backward,
 )
-from moefp8.functional.training.swiglu_columns_launch import shared_bytes_of
 from moefp8.kernels import num_blocks, round_up
 from moefp8.quant.columns import first_block, num_column_blocks
 from tests.fakes.emulated_gemm import dtype_of, memory

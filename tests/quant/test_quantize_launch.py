@@ -7,8 +7,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from moefp8.kernels.common.blocks import E4M3
-from moefp8.kernels.common.divisor import divisor_of
+from moefp8.kernels.common.blocks import E4M3, divisor_of
 from moefp8.kernels.jit import compile_kernels
 from moefp8.kernels.program import Codes, Place, Record, Tensor
 from moefp8.quant import quantize as room

@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...kernels.common.blocks import BLOCK, MIN_AMAX, TMA_BYTES, ceil_div, num_blocks
+from ...kernels.common.blocks import BLOCK, MIN_AMAX, TMA_BYTES, ceil_div, divisor_of, num_blocks
 from ...kernels.common.checks import INPUTS
-from ...kernels.common.divisor import divisor_of
 from ...kernels.common.prepared import layout_of, prepared
 from ...kernels.gemm.tuned import target_of
 from ...kernels.jit import Kernel, Launch

@@ -43,7 +43,7 @@ from ...routing.dispatch import describe_dispatch
 from ..expert_configs import Sizes, describe_backward_configs
 from ..expert_parts import GIVEN, Given, describe_rows_gemm
 from ..swiglu import saved_as_read
-from .swiglu_columns_launch import describe_swiglu_columns
+from .swiglu_columns import describe_swiglu_columns
 
 _OP = "trained_experts_backward"
 

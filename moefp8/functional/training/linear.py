@@ -6,13 +6,13 @@ what is saved. A backward does the same to dY: its rows are multiplied by W for 
 columns by those of x for dW = dY^T X. All kernels of either are one prepared launch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
-from ...kernels.common.blocks import MIN_AMAX, MIN_GRADIENT_AMAX, num_blocks
+from ...kernels.common.blocks import MIN_AMAX, MIN_GRADIENT_AMAX, TMA_BYTES, num_blocks
 from ...kernels.common.checks import (
     FLOATS,
     check_bias,
@@ -20,15 +20,37 @@ from ...kernels.common.checks import (
     check_shape,
     check_tensor,
 )
+from ...kernels.common.prepared import Launches, layout_of, prepared
 from ...kernels.common.registry import Written, register_inputs, without_autocast
+from ...kernels.common.tma_operands import fits
 from ...kernels.gemm.dense import fp8_gemm_nt
 from ...kernels.gemm.k_grouped import k_grouped_gemm
-from ...quant.columns import empty_columns, quantize_1x128_and_128x1
+from ...kernels.gemm.k_grouped.k_grouped import describe_k_grouped
+from ...kernels.gemm.launch import describe_gemm
+from ...kernels.gemm.operands import check_sizes
+from ...kernels.gemm.tuned import dense_config, target_of
+from ...kernels.jit import Kernel, current_driver
+from ...kernels.program import (
+    Codes,
+    Record,
+    Span,
+    Target,
+    Tensor,
+    kernels_of,
+    layouts,
+    prepare_launches,
+)
+from ...quant.columns import (
+    column_codes,
+    describe_columns,
+    empty_columns,
+    quantize_1x128_and_128x1,
+    readable,
+)
 from ...quant.quantize import quantize_1x128
 from ..autograd import first_order, records
 from ..linear import fp8_linear
 from . import main_grad
-from .linear_launch import WeightCodes, launch_backward, launch_forward
 from .weights import codes_of
 
 _OP, _BACKWARD = "trained_linear", "trained_linear_backward"
@@ -122,7 +144,7 @@ def _launch(inputs: TrainedLinearInputs) -> Trained:
         return _body(inputs)
     codes = codes_of(weight, trusts=trusts)
     y, columns = _empty(x, len(weight)), empty_columns(*_blocks_of(x), x.device, blocks=blocks)
-    of_w, check = WeightCodes(codes.data, codes.scale_inv), partial(_check, inputs)
+    of_w, check = _Codes(codes.data, codes.scale_inv), partial(_check, inputs)
     if launch_forward(check, x, of_w, bias, y, columns, blocks, batch_invariant):
         return y, *columns
     return _body(inputs)
@@ -198,7 +220,7 @@ def _launch_backward(inputs: TrainedLinearBackwardInputs) -> torch.Tensor:
     if d is None or not wants_x:
         return _backward(inputs)
     codes = codes_of(weight, is_backward=True)
-    dx, of_w = _empty(grad, weight.shape[1]), WeightCodes(codes.transposed, codes.scale_inv.mT)
+    dx, of_w = _empty(grad, weight.shape[1]), _Codes(codes.transposed, codes.scale_inv.mT)
     check, columns = partial(_allocate_backward, inputs), (of_x, scale_inv)
     if launch_backward(check, grad, of_w, columns, dx, d, accumulates, batch_invariant):
         return dx
@@ -346,3 +368,229 @@ def linear(
     else:
         y, *_ = trained_linear(x, weight, bias, trusts, False, False, batch_invariant)
     return y
+
+
+# ---- Launches ----
+
+
+class _Codes(NamedTuple):
+    """e4m3 [N, K] and fp32 [ceil(N/128), ceil(K/128)], any strides."""
+
+    data: torch.Tensor
+    scale_inv: torch.Tensor
+
+
+def _is_simple(x: torch.Tensor, codes: _Codes) -> bool:
+    """Whether no operand of a product x codes^T has to be copied."""
+    (m, k), n = x.shape, len(codes.data)
+    is_readable = x.stride(1) == 1 and readable(x) is x
+    return bool(m and n and k) and k % 16 == n % 8 == 0 and is_readable and fits(codes.data)
+
+
+def describe_forward(
+    r: Record,
+    x: Tensor,
+    weights: Codes,
+    y: Tensor,
+    columns: Codes,
+    *,
+    bias: Tensor | None = None,
+    blocks: bool = False,
+    min_amax: float = MIN_AMAX,
+    batch_invariant: bool = False,
+) -> None:
+    """Both codes of x [M, K], and y [M, N], the product of its rows with the weights [N, K]."""
+    (m, k), n = x.shape, weights.data.shape[0]
+    check_sizes(_OP, m, n, k)
+    rows = r.codes("rows", (1, m, k)).first()
+    describe_columns(r, x, columns, m, rows=rows, min_amax=min_amax, blocks=blocks)
+    config = dense_config(r, m, n, k, batch_invariant)
+    describe_gemm(r, config, rows, weights, y, m, bias=bias)
+
+
+def describe_backward(
+    r: Record,
+    grad: Tensor,
+    weights: Codes,
+    x_columns: Codes,
+    dx: Tensor,
+    d: Tensor,
+    *,
+    accumulates: bool,
+    batch_invariant: bool = False,
+) -> None:
+    """dX [M, K] of grad [M, N] and the codes of W^T [K, N], and dW [N, K] into d or to it."""
+    m, n = grad.shape
+    columns = column_codes(r, "columns", num_blocks(m), n)
+    describe_forward(
+        r,
+        grad,
+        weights,
+        dx,
+        columns,
+        min_amax=MIN_GRADIENT_AMAX,
+        batch_invariant=batch_invariant,
+    )
+    describe_k_grouped(r, columns, x_columns, d.batched(), m, accumulates=accumulates)
+
+
+def _key_of(*tensors: torch.Tensor | None) -> tuple[object, ...]:
+    """Layouts and alignments."""
+    return tuple([None if x is None else (layout_of(x), x.data_ptr() % 16) for x in tensors])
+
+
+_FORWARD_INPUTS = "x", "weight", "weight_scales", "y", "columns", "columns_scales", "bias"
+
+
+def launch_forward(
+    check: Callable[[], object],
+    x: torch.Tensor,
+    codes: _Codes,
+    bias: torch.Tensor | None,
+    y: torch.Tensor,
+    columns: tuple[torch.Tensor, torch.Tensor],
+    blocks: bool,
+    batch_invariant: bool,
+) -> bool:
+    """Write y and the column codes of x; False if an operand would have to be copied first.
+
+    check: raises what is wrong with the operands; called for layouts that are new.
+    y: bf16 [M, N], contiguous. columns: as `empty_columns` gives them.
+    """
+    key = (_OP, _key_of(x, *codes, bias), blocks, batch_invariant, current_driver().max_sms)
+
+    def prepare() -> Launches:
+        check()
+        if not _is_simple(x, codes) or (bias is not None and not bias.is_contiguous()):
+            return Launches((), 0)
+        device_index = x.get_device()
+        r = Record(target_of(device_index), _FORWARD_INPUTS)
+        describe_forward(
+            r,
+            Tensor.of(x, "x"),
+            Codes.of(*codes, "weight"),
+            Tensor.of(y, "y"),
+            Codes.of(*columns, "columns"),
+            blocks=blocks,
+            batch_invariant=batch_invariant,
+            **layouts(bias=bias),
+        )
+        return prepare_launches(r, device_index)
+
+    found = prepared(key, prepare)
+    if found.launches:
+        tensors = x, *codes, y, *columns
+        of_bias = 0 if bias is None else bias.data_ptr()
+        found(x.get_device(), (*[z.data_ptr() for z in tensors], of_bias))
+    return bool(found.launches)
+
+
+def forward_kernels(
+    target: Target,
+    most_tokens: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    *,
+    bias: torch.dtype | None = None,
+    blocks: bool = False,
+    batch_invariant: bool = False,
+) -> Iterator[Kernel]:
+    """The kernels of a forward that saves column codes, with weights [N, K], x at any address."""
+
+    def describe(span: Span, alignment: int) -> Record:
+        r, m = Record(target, _FORWARD_INPUTS, span=span), span.first
+        describe_forward(
+            r,
+            Tensor.contiguous("x", m, k, dtype=dtype, alignment=alignment),
+            Codes.contiguous("weight", n, k),
+            Tensor.contiguous("y", m, n),
+            column_codes(r, "of_x", num_blocks(m), k, blocks=blocks),
+            bias=None if bias is None else Tensor.contiguous("bias", n, dtype=bias),
+            blocks=blocks,
+            batch_invariant=batch_invariant,
+        )
+        return r
+
+    for alignment in (TMA_BYTES, dtype.itemsize):
+        yield from kernels_of(partial(describe, alignment=alignment), most_tokens)
+
+
+_BACKWARD_INPUTS = "grad", "weight", "weight_scales", "x_columns", "x_columns_scales", "dx", "d"
+
+
+def launch_backward(
+    check: Callable[[], object],
+    grad: torch.Tensor,
+    codes: _Codes,
+    of_x: tuple[torch.Tensor, torch.Tensor],
+    dx: torch.Tensor,
+    d: torch.Tensor,
+    accumulates: bool,
+    batch_invariant: bool,
+) -> bool:
+    """Write dX, and dW into d or to what is there; False if an operand must be copied first.
+
+    check: as for `launch_forward`. codes: those of W^T, [K, N]. of_x: column codes of x. dx: bf16
+        [M, K], contiguous. d: [N, K].
+    """
+    options = accumulates, batch_invariant, current_driver().max_sms
+    key = (_OP, "backward", _key_of(grad, *codes, *of_x, d), *options)
+
+    def prepare() -> Launches:
+        check()
+        if not (_is_simple(grad, codes) and all(map(fits, of_x)) and d.stride(1) == 1):
+            return Launches((), 0)
+        device_index = grad.get_device()
+        r = Record(target_of(device_index), _BACKWARD_INPUTS)
+        describe_backward(
+            r,
+            Tensor.of(grad, "grad"),
+            Codes.of(*codes, "weight"),
+            Codes.of(*of_x, "x_columns"),
+            Tensor.of(dx, "dx"),
+            Tensor.of(d, "d"),
+            accumulates=accumulates,
+            batch_invariant=batch_invariant,
+        )
+        return prepare_launches(r, device_index)
+
+    found = prepared(key, prepare)
+    if found.launches:
+        tensors = grad, *codes, *of_x, dx, d
+        found(grad.get_device(), tuple([z.data_ptr() for z in tensors]))
+    return bool(found.launches)
+
+
+def backward_kernels(
+    target: Target,
+    most_tokens: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    *,
+    accumulates: bool = False,
+    blocks: bool = False,
+    batch_invariant: bool = False,
+) -> Iterator[Kernel]:
+    """The kernels of a backward of BF16 gradients with weights [N, K], tensors at any addresses.
+
+    dtype: of dW.
+    """
+
+    def describe(span: Span, alignment: int) -> Record:
+        r, m = Record(target, _BACKWARD_INPUTS, span=span), span.first
+        describe_backward(
+            r,
+            Tensor.contiguous("grad", m, n, alignment=alignment),
+            Codes.contiguous("weight", k, n),
+            column_codes(r, "of_x", num_blocks(m), k, blocks=blocks),
+            Tensor.contiguous("dx", m, k),
+            Tensor.contiguous("d", n, k, dtype=dtype, alignment=alignment),
+            accumulates=accumulates,
+            batch_invariant=batch_invariant,
+        )
+        return r
+
+    for alignment in (TMA_BYTES, torch.bfloat16.itemsize):
+        yield from kernels_of(partial(describe, alignment=alignment), most_tokens)

@@ -80,3 +80,12 @@ def e4m3_to_float(x: torch.Tensor) -> torch.Tensor:
     # Code 0x7f is NaN: adding 0x80 to its magnitude 0x3f80, and to no other, carries into bit 14.
     nan = bits.bitwise_and(0x3FFF).add_(0x80).bitwise_and_(0x4000)
     return bits.bitwise_or_(nan).view(torch.float16).float().mul_(2.0**8)
+
+
+# ---- Division by a number that only the host knows, in kernels ----
+
+
+def divisor_of(value: int) -> dict[str, int]:
+    """The fields of `Divisor` in divisor.cuh: `n // value == n * magic >> shift` for n < 2**31."""
+    shift = 31 + (value - 1).bit_length()
+    return {"value": value, "magic": ceil_div(1 << shift, value), "shift": shift}

@@ -74,7 +74,7 @@ FAULTS = [
         why="a layer has the limit of another layer of its layout in its backward",
     ),
     Fault(
-        file="functional/swiglu_backward_launch.py",
+        file="functional/swiglu.py",
         old='"saved_row_bytes": saved.bytes_of_stride(-2),',
         new='"saved_row_bytes": size * saved.element_size(),',
         caught_by=_BACKWARD + "test_launches_compute_what_the_body_does[distinct-tiny]",

@@ -4,8 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from moefp8.functional.swiglu import empty_gate_up
-from moefp8.functional.swiglu_backward_launch import describe_swiglu_backward
+from moefp8.functional.swiglu import describe_swiglu_backward, empty_gate_up
 from moefp8.kernels import BLOCK, empty_tma_aligned, num_blocks, round_up
 from moefp8.kernels.common.blocks import E4M3, MIN_GRADIENT_AMAX
 from moefp8.kernels.program import Codes, Place, Record, layouts

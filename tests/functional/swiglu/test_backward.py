@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-from moefp8.functional import swiglu_backward_launch as room
+from moefp8.functional.swiglu import swiglu_backward_kernel_of
 from moefp8.kernels import jit
 from moefp8.kernels.common.blocks import E4M3
 from moefp8.kernels.jit import compile_kernels
@@ -16,7 +16,9 @@ from tests.functional.swiglu.cases import CASES, Made, check, make, run
 from tests.gpu import on_gpu
 
 DTYPES = torch.bfloat16, torch.float16, torch.float32
-KERNELS = [room.kernel_of(dtype, is_fp8=fp8) for dtype in DTYPES for fp8 in (False, True)]
+KERNELS = [
+    swiglu_backward_kernel_of(dtype, is_fp8=fp8) for dtype in DTYPES for fp8 in (False, True)
+]
 INF = math.inf
 
 

@@ -6,9 +6,13 @@ import re
 import pytest
 import torch
 
-from moefp8.functional import swiglu_launch as room
 from moefp8.functional.swiglu import empty_gate_up
-from moefp8.functional.swiglu_rows import SwigluGradients, swiglu_rows, swiglu_rows_backward
+from moefp8.functional.swiglu_rows import (
+    SwigluGradients,
+    swiglu_kernels,
+    swiglu_rows,
+    swiglu_rows_backward,
+)
 from moefp8.kernels.jit import compile_kernels
 from moefp8.quant import BlockScaled, dequantize
 from moefp8.routing import RoutingPlan, build_plan
@@ -17,10 +21,12 @@ from tests.fakes import cuda_on_cpu
 from tests.fakes.emulator import emulated
 from tests.functional.swiglu.cases import check_quantized, differentiated, sizes_of_terms
 from tests.gpu import on_cpu_and_gpu, on_gpu, poison
+from tests.records import TARGET
 from tests.routing.cases import ids_of
 
 SIZES = 1, 8, 100, 136, 384, 2176
 LIMITS = None, 0.5
+KERNELS = list(swiglu_kernels(TARGET, 128))
 
 
 def gate_up_of(num_rows: int, size: int, device: str = "cpu") -> torch.Tensor:
@@ -43,7 +49,7 @@ def assert_activates(gate_up: torch.Tensor, limit: float | None) -> None:
 
 @pytest.mark.usefixtures("own_cache")
 def test_it_compiles_and_spills_nothing():
-    (cubin,) = compile_kernels([room.kernel_of()])
+    (cubin,) = compile_kernels(KERNELS)
     assert cubin.problems() == []
     assert int(re.findall(r"Used (\d+) registers", cubin.log)[-1]) <= 32  # all threads of an SM
 
@@ -52,7 +58,7 @@ def test_it_compiles_and_spills_nothing():
 def library(tmp_path_factory):
     if not cuda_on_cpu.is_possible():
         pytest.skip("needs g++")
-    return cuda_on_cpu.OnCpu(cuda_on_cpu.build([room.kernel_of()], tmp_path_factory.mktemp("s")))
+    return cuda_on_cpu.OnCpu(cuda_on_cpu.build(KERNELS, tmp_path_factory.mktemp("s")))
 
 
 @pytest.mark.parametrize("size", SIZES)

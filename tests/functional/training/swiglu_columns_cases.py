@@ -11,8 +11,8 @@ from moefp8.functional.swiglu import empty_gate_up
 from moefp8.functional.training.swiglu_columns import (
     SwigluColumnsGradients,
     SwigluColumnsInputs,
+    describe_swiglu_columns,
 )
-from moefp8.functional.training.swiglu_columns_launch import describe_swiglu_columns
 from moefp8.kernels import BLOCK, num_blocks, round_up, tma_aligned
 from moefp8.kernels.program import Codes, Place, Record, layouts
 from moefp8.quant import BlockScaled, dequantize

@@ -7,9 +7,9 @@ import shutil
 import pytest
 import torch
 
-from moefp8.functional import swiglu_backward_launch
+from moefp8.functional.swiglu import swiglu_backward_kernel_of
 from moefp8.functional.swiglu_rows import SwigluGradients, swiglu_rows_backward
-from moefp8.functional.training import swiglu_columns_launch as room
+from moefp8.functional.training import swiglu_columns as room
 from moefp8.functional.training.swiglu_columns import (
     SwigluColumnsGradients,
     SwigluColumnsInputs,
@@ -229,7 +229,7 @@ def test_the_emulator_is_right(name, fp8, blocks):
 def test_the_kernels_rows_are_those_of_the_kernel_without_columns(launched, tmp_path):
     made = make(CASES["rows that choices share"], torch.float32, False, 0.5)
     found = run(made)
-    kernel = swiglu_backward_launch.kernel_of(torch.float32, is_fp8=False)
+    kernel = swiglu_backward_kernel_of(torch.float32, is_fp8=False)
     other = cuda_on_cpu.build([kernel], tmp_path)
     with jit.using(FakeDriver(library=cuda_on_cpu.OnCpu(other))):
         assert_rows_are_those_without_columns(made, found)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import moefp8
-from moefp8.kernels.common.divisor import divisor_of
+from moefp8.kernels.common.blocks import divisor_of
 from moefp8.kernels.jit import JitError, Kernel, Struct, compile_kernel, offset_of, struct_of
 from moefp8.kernels.jit.source import files_of
 
