@@ -24,7 +24,7 @@ from ..functional.feed_forward import feed_forward_kernels
 from ..functional.linear import linear_kernels
 from ..functional.swiglu_rows import swiglu_backward_kernels, swiglu_kernels
 from ..functional.training import linear as trained_linear
-from ..functional.training.experts_backward_launch import trained_backward_kernels
+from ..functional.training.experts_records import trained_backward_kernels
 from ..functional.training.rows import quantized_rows_kernels
 from ..kernels.common.blocks import BLOCK, E4M3, ceil_div, round_up
 from ..kernels.gemm.call import grouped_kernels

@@ -26,7 +26,7 @@ from ..swiglu import empty_gate_up
 from ..swiglu_rows import SwigluGradients, swiglu_rows, swiglu_rows_backward
 from . import main_grad
 from .experts_backward import trained_dgrad, trained_experts_backward
-from .experts_backward_launch import trained_backward_record
+from .experts_records import trained_backward_record
 from .linear import Wgrad, as_written
 from .rows import quantized_rows, tokens_of_rows
 from .weights import codes_of

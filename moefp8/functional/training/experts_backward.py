@@ -12,20 +12,27 @@ the result, a backward takes these steps:
    gathered from the tokens, and are gone afterwards.
 """
 
-from functools import partial
+import math
 from typing import NamedTuple
 
 import torch
 
 from ...kernels.common.blocks import MIN_GRADIENT_AMAX
 from ...kernels.common.checks import FLOATS, check_same_device, check_shape, check_tensor
+from ...kernels.common.prepared import Launches, layout_of
 from ...kernels.common.registry import Written, register, register_inputs
 from ...kernels.gemm.grouped import m_grouped_fp8_gemm_nt_contiguous
 from ...kernels.gemm.k_grouped import k_grouped_gemm
-from ...quant.columns import quantize_128x1
+from ...kernels.gemm.tuned import target_of
+from ...kernels.jit import current_driver
+from ...kernels.program import Codes, Record, layouts, prepare_launches
+from ...quant.columns import quantize_128x1, readable
 from ...routing.combine import sum_rows
+from ..expert_configs import Sizes
+from ..expert_parts import Choices, TransposedWeights
 from ..grouped_linear import empty_dgrad
-from .experts_backward_launch import Options, Tensors, launch_backward
+from ..swiglu import saved_as_read
+from .experts_records import INPUTS, describe_trained_backward
 from .rows import quantized_rows, tokens_of_rows
 from .swiglu_columns import SwigluColumnsGradients, swiglu_columns_backward
 from .weights import codes_of
@@ -141,29 +148,59 @@ def _backward(inputs: TrainedExpertsBackwardInputs) -> tuple[torch.Tensor, torch
 def _launch_backward(inputs: TrainedExpertsBackwardInputs) -> tuple[torch.Tensor, torch.Tensor]:
     if 0 in (*inputs.top_k_index.shape, *inputs.down_proj.shape):
         return _backward(inputs)
-    dx, of_weights = _empty_gradients(inputs)
+    dx, grad_weights = _empty_gradients(inputs)
     down = codes_of(inputs.down_proj, is_backward=True)
-    gate_up_proj = codes_of(inputs.gate_up_proj, parts=2, is_backward=True)
-    tensors = Tensors(
-        grad=inputs.grad,
-        hidden_states=inputs.hidden_states,
-        ids=inputs.top_k_index,
-        weights=inputs.top_k_weights,
-        gate_up=inputs.gate_up,
-        gate_up_scale_inv=inputs.gate_up_scale_inv,
-        down=down.transposed,
-        down_scale_inv=down.scale_inv.mT,
-        gate_up_proj=gate_up_proj.transposed,
-        gate_up_proj_scale_inv=gate_up_proj.scale_inv.mT,
-        of_down=inputs.of_down_proj,
-        of_gate_up=inputs.of_gate_up_proj,
-        dx=dx,
-        of_weights=of_weights,
+    gate_up = codes_of(inputs.gate_up_proj, parts=2, is_backward=True)
+    grad = inputs.grad if inputs.grad.stride(1) == 1 else inputs.grad.contiguous()
+    saved, saved_scales = saved_as_read(inputs.gate_up, inputs.gate_up_scale_inv)
+    tensors = (
+        *(readable(grad), readable(inputs.hidden_states)),
+        *(inputs.top_k_index, inputs.top_k_weights, saved, saved_scales),
+        *(down.transposed, down.scale_inv.mT, gate_up.transposed, gate_up.scale_inv.mT),
+        *(inputs.of_down_proj, inputs.of_gate_up_proj, dx, grad_weights),
     )
-    accumulate = inputs.adds_to_down_proj, inputs.adds_to_gate_up_proj
-    options = Options(*inputs[12:], accumulate)
-    launch_backward(partial(_check_backward, inputs), tensors, len(inputs.down_proj), options)
-    return dx, of_weights
+    driver = current_driver()
+    key = (
+        _OP,
+        tuple([None if x is None else (layout_of(x), x.data_ptr() % 16) for x in tensors]),
+        len(inputs.down_proj),
+        inputs[10:],
+        driver.max_sms,
+    )
+    found = driver.prepared().get(key)
+    if found is None:
+        _check_backward(inputs)
+        found = driver.keep(key, _prepare(inputs, tensors))
+    addresses = tuple([0 if x is None else x.data_ptr() for x in tensors])
+    found(grad.get_device(), addresses)
+    return dx, grad_weights
+
+
+def _prepare(
+    inputs: TrainedExpertsBackwardInputs, tensors: tuple[torch.Tensor | None, ...]
+) -> Launches:
+    """tensors: those of a call, in the order of its addresses."""
+    (num_tokens, top_k), (e, h, i) = inputs.top_k_index.shape, inputs.down_proj.shape
+    sizes = Sizes(num_tokens, top_k, e, h, i, False, inputs.num_global_experts)
+    named = layouts(**dict(zip(INPUTS, tensors, strict=True)))
+    names = "grad", "x", "saved", "saved_scales", "grad_down", "grad_gate_up", "dx"
+    device_index = inputs.grad.get_device()
+    r = Record(target_of(device_index), INPUTS)
+    describe_trained_backward(
+        r,
+        sizes,
+        **{name: named[name] for name in names},
+        choices=Choices(named["ids"], named["scores"]),
+        weights=TransposedWeights(
+            Codes(named["down"], named["down_scales"]),
+            Codes(named["gate_up"], named["gate_up_scales"]),
+        ),
+        limit=math.inf if inputs.swiglu_limit is None else inputs.swiglu_limit,
+        expert_offset=inputs.expert_offset,
+        blocks=inputs.blocks,
+        accumulate=(inputs.adds_to_down_proj, inputs.adds_to_gate_up_proj),
+    )
+    return prepare_launches(r, device_index)
 
 
 trained_experts_backward = register_inputs(
