@@ -3,7 +3,6 @@
 T tokens, k choices each, E experts, H hidden, I intermediate, R rows.
 """
 
-from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 import torch
@@ -159,7 +158,7 @@ class Given(NamedTuple):
 
     def tokens(self, name: str, sizes: Sizes) -> Tensor:
         x = Tensor.contiguous(name, sizes.num_tokens, sizes.hidden_size, dtype=self.dtype)
-        return x if self.is_aligned else replace(x, alignment=self.dtype.itemsize)
+        return x if self.is_aligned else x._replace(alignment=self.dtype.itemsize)
 
     def results(self, name: str, sizes: Sizes) -> Tensor:
         shape = sizes.num_tokens, sizes.hidden_size

@@ -5,7 +5,6 @@ with 128x128 blocks the codes and scales of W^T are those of W.
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -183,10 +182,10 @@ def linear_kernels(
 
     def describe(span: Span, alignment: int) -> Record:
         r = Record(target, _INPUTS, span=span)
-        x = Tensor.contiguous("x", span.first, k, dtype=dtype)
+        x = Tensor.contiguous("x", span.first, k, dtype=dtype, alignment=alignment)
         describe_linear(
             r,
-            replace(x, alignment=alignment),
+            x,
             Codes.contiguous("weight", n, k),
             Tensor.contiguous("y", span.first, n),
             bias=None if bias is None else Tensor.contiguous("bias", n, dtype=bias),

@@ -6,7 +6,7 @@ tensors, on any machine; `place.py` and `prepare.py` read it.
 
 import ctypes
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import gcd, prod
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -37,8 +37,7 @@ class Word(NamedTuple):
     plus: int = 0
 
 
-@dataclass(frozen=True)
-class Tensor:
+class Tensor(NamedTuple):
     """The layout of a tensor, and where it begins.
 
     strides: in elements. alignment: 16, or the largest power of two below that divides the address.
@@ -86,16 +85,16 @@ class Tensor:
     def mT(self) -> "Tensor":
         """The transpose of the last two dimensions, as `torch.Tensor.mT`."""
         (*shape, m, n), (*strides, of_m, of_n) = self.shape, self.strides
-        return replace(self, shape=(*shape, n, m), strides=(*strides, of_n, of_m))
+        return self._replace(shape=(*shape, n, m), strides=(*strides, of_n, of_m))
 
     def batched(self) -> "Tensor":
         """The same with a first dimension of size 1."""
         size = self.shape[0] * self.strides[0]
-        return replace(self, shape=(1, *self.shape), strides=(size, *self.strides))
+        return self._replace(shape=(1, *self.shape), strides=(size, *self.strides))
 
     def first(self) -> "Tensor":
         """The first of the matrices."""
-        return replace(self, shape=self.shape[1:], strides=self.strides[1:])
+        return self._replace(shape=self.shape[1:], strides=self.strides[1:])
 
     def element_size(self) -> int:
         return self.dtype.itemsize
@@ -122,7 +121,7 @@ class Codes(NamedTuple):
         data = Tensor.contiguous(name, *batch, n, round_up(k, TMA_BYTES), dtype=E4M3)
         blocks = num_blocks(n), num_blocks(k)
         scales = Tensor.contiguous(f"{name}_scales", *batch, *blocks, dtype=torch.float32)
-        return cls(replace(data, shape=shape), scales)
+        return cls(data._replace(shape=shape), scales)
 
     def first(self) -> "Codes":
         return Codes(self.data.first(), self.scale_inv.first())
