@@ -6,7 +6,7 @@ is kept in `.hypothesis` and drawn first the next time.
 
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,7 +17,7 @@ from moefp8.kernels import jit
 from moefp8.kernels.jit import cache
 from tests.kernels.jit.cases import forget
 from tests.progress import Progress
-from tests.workers import Machine, let_files_take_turns
+from tests.workers import Machine, begin_with_slow_files, let_files_take_turns
 
 quiet = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("default", max_examples=40, derandomize=True, **quiet)
@@ -53,8 +53,10 @@ def _has_no_gpu_test(path: Path) -> bool:
     return path.name.startswith("test_") and path.is_file() and "tests.gpu" not in path.read_text()
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # before pytest-xdist reads the groups
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> Generator[None, None, None]:
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     for path in {item.path for item in on_gpu}:
         if _has_no_gpu_test(path):
@@ -63,6 +65,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             )
     if getattr(config.option, "loadgroup", False):
         let_files_take_turns(items, on_gpu)
+    yield  # here tests are left out that no worker runs
+    worker = getattr(config, "workerinput", None)
+    if worker and not config.option.loadgroup:
+        begin_with_slow_files(items, worker["workercount"])
 
 
 def pytest_collection_finish() -> None:

@@ -4,7 +4,13 @@ import os
 
 import pytest
 
-from tests.workers import GIB, WORKER_GIB, Machine, let_files_take_turns
+from tests.workers import (
+    GIB,
+    WORKER_GIB,
+    Machine,
+    begin_with_slow_files,
+    let_files_take_turns,
+)
 
 
 @pytest.fixture
@@ -86,3 +92,34 @@ def test_files_take_turns_and_what_is_slow_comes_first():
         assert found[path] == [list(range(size))[i : i + 4] for i in range(0, size, 4)]
     for half in items[4:69], items[69:]:
         assert 11 <= sum(x.path == "short" for x in half) <= 19
+
+
+def test_every_worker_begins_with_slow_files():
+    """A part of the list for each, as `--dist worksteal` cuts it."""
+    sizes = {"a": 50, "b": 10, "c": 20, "d": 30, "e": 40}
+    slow = {("b", 3), ("c", 0), ("c", 19), ("e", 7)}
+    items = [
+        Case(path, i, **({"slow": "yes"} if (path, i) in slow else {}))
+        for path, size in sizes.items()
+        for i in range(size)
+    ]
+    before = list(items)
+    begin_with_slow_files(items, 3)
+    assert len(items) == len(before)
+    assert {*items} == {*before}
+    begins = [items[part * 50].path for part in range(3)]
+    assert begins == ["c", "b", "e"]
+    of_files = [[x.number for x in items if x.path == path] for path in sizes]
+    assert of_files == [list(range(size)) for size in sizes.values()]
+    for path in ("b", "c", "e"):  # no test comes between those of a file
+        places = [i for i, x in enumerate(items) if x.path == path]
+        assert places[-1] - places[0] == len(places) - 1
+
+
+def test_more_slow_tests_than_a_worker_gets():
+    items = [Case("a", i, slow="yes") for i in range(9)] + [Case("b", 0)]
+    before = list(items)
+    begin_with_slow_files(items, 2)
+    assert {*items} == {*before}
+    begin_with_slow_files(items, 20)
+    assert {*items} == {*before}

@@ -67,7 +67,7 @@ def let_files_take_turns(items: list[pytest.Item], tests: Sequence[pytest.Item])
     """
     by_file, progress, number = defaultdict(list), {}, count()
     for test in tests:
-        if not any(test.iter_markers("xdist_group")) and not any(test.iter_markers("slow")):
+        if not any(test.iter_markers("xdist_group")) and not _is_slow(test):
             by_file[test.path].append(test)
     for chosen in by_file.values():
         for begin in range(0, len(chosen), _NEIGHBOURS):
@@ -76,3 +76,34 @@ def let_files_take_turns(items: list[pytest.Item], tests: Sequence[pytest.Item])
                 test.add_marker(group)
                 progress[test] = begin / len(chosen)
     items.sort(key=lambda item: progress.get(item, -1))
+
+
+def begin_with_slow_files(items: list[pytest.Item], num_workers: int) -> None:
+    """Let every worker begin with files that have slow tests: what is left last is short.
+
+    `--dist worksteal` cuts the list into equal parts, one for each worker, who later takes from the
+    end of another's. Tests of a file stay together, since they share what a fixture has set up.
+
+    items: all tests that workers run; they come in another order.
+    """
+    by_file = defaultdict(list)
+    for item in items:
+        by_file[item.path].append(item)
+    num_slow = {path: sum(map(_is_slow, tests)) for path, tests in by_file.items()}
+    first: list[list[pytest.Item]] = [[] for _ in range(num_workers)]
+    weights = [0] * num_workers
+    for path in sorted(filter(num_slow.get, by_file), key=num_slow.__getitem__, reverse=True):
+        worker = weights.index(min(weights))
+        weights[worker] += num_slow[path]
+        first[worker] += by_file.pop(path)
+    others, ordered = [item for tests in by_file.values() for item in tests], []
+    for worker, tests in enumerate(first):
+        size = (len(items) - len(ordered)) // (num_workers - worker)
+        num_others = max(0, size - len(tests)) if worker + 1 < num_workers else len(others)
+        ordered += tests + others[:num_others]
+        del others[:num_others]
+    items[:] = ordered
+
+
+def _is_slow(test: pytest.Item) -> bool:
+    return any(test.iter_markers("slow"))

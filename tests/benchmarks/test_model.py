@@ -167,6 +167,7 @@ def test_the_parts_sum_up_to_the_call(sleeping_model, monkeypatch):
     assert not any(module._forward_pre_hooks for module in sleeping_model.modules())
 
 
+@pytest.mark.slow
 @torch.inference_mode()
 def test_decoding_is_timed_in_both_ways_of_experts(checkpoint):
     """Here as it is called: without a GPU, `DecodingGraphs` captures and compiles nothing."""
@@ -209,6 +210,7 @@ def measured(tmp_path_factory):
     return json.loads(out.read_text()), folder
 
 
+@pytest.mark.slow
 def test_a_run_measures_and_tells_who_refused(measured):
     results, folder = measured
     assert [file.name for file in folder.iterdir()] == ["out.json"]

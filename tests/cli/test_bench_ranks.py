@@ -14,6 +14,7 @@ pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch with
 ROW = re.compile(r"^ +(\d+) +([\d.]+) +([\d,]+) +([\d.]+) +([\d.]+)$", re.MULTILINE)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="processes would be on GPUs")
 def test_it_times_each_layer_beside_one_process(capsys):
     layers = [*EXPERTS, "--experts", "5", "3", "136", "72"]

@@ -13,13 +13,29 @@ import torch
 import torch.distributed as dist
 
 PATIENCE_S = 300  # only a rank that hangs takes as long, however busy the machine is
+# What ranks import. One server imports it, once, and ranks without a GPU are forks of it.
+_IMPORTED = ["torch.distributed.fsdp", "torch.distributed.checkpoint", "hypothesis", "pytest"]
+
+
+def start_method() -> str:
+    """How processes of ranks start. A GPU's are started anew: they may read other variables."""
+    if torch.cuda.is_available():
+        return "spawn"
+    torch.multiprocessing.get_context("forkserver").set_forkserver_preload(_IMPORTED)
+    return "forkserver"
+
+
+def run_processes(function: Callable[..., Any], arguments: tuple[Any, ...], num: int) -> None:
+    """function(rank, *arguments) in a process for each rank."""
+    start = torch.multiprocessing.start_processes
+    start(function, arguments, nprocs=num, start_method=start_method())
 
 
 class Ranks:
     """`num_ranks` processes with a default group; `run` calls a function on all of them."""
 
     def __init__(self, num_ranks: int, folder: Path, backend: str = "gloo") -> None:
-        context = torch.multiprocessing.get_context("spawn")
+        context = torch.multiprocessing.get_context(start_method())
         pipes = [context.Pipe() for _ in range(num_ranks)]
         self.pipes = [ours for ours, _ in pipes]
         self.processes = [

@@ -11,6 +11,7 @@ from torch import nn
 import moefp8
 from moefp8 import FP8Linear
 from tests.distributed.data_parallel_cases import RANKS, Tuned, run_cases
+from tests.distributed.ranks import run_processes
 
 EXACT = (
     "ddp",
@@ -31,7 +32,7 @@ pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch with
 def results(tmp_path_factory) -> list[dict[str, Any]]:
     """What each case gave, for each rank."""
     folder = tmp_path_factory.mktemp("ranks")
-    torch.multiprocessing.spawn(run_cases, (folder,), nprocs=RANKS)
+    run_processes(run_cases, (folder,), RANKS)
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(RANKS)]
 
 

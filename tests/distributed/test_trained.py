@@ -13,6 +13,7 @@ from torch import nn
 import moefp8
 from moefp8 import FP8Linear
 from moefp8.checkpoint import CheckpointError
+from tests.distributed.ranks import run_processes
 from tests.distributed.trained_cases import (
     EXACT,
     RANKS,
@@ -39,7 +40,7 @@ needs_gloo = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch with
 def results(tmp_path_factory) -> list[dict[str, Any]]:
     """What each case gave, for each rank."""
     folder = tmp_path_factory.mktemp("ranks")
-    torch.multiprocessing.spawn(run_cases, (folder,), nprocs=RANKS)
+    run_processes(run_cases, (folder,), RANKS)
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(RANKS)]
 
 
@@ -47,6 +48,7 @@ def assert_close(came: Any, wanted: Any, atol: float = 0) -> None:
     torch.testing.assert_close(came, wanted, rtol=0, atol=atol)
 
 
+@pytest.mark.slow
 @needs_gloo
 def test_training_changes_all_weights(results):
     before = weights_of(Trained())

@@ -10,7 +10,9 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import MappingProxyType
 
 from moefp8.kernels import jit
@@ -324,23 +326,38 @@ def build(
     more: C++ of further functions by name, `extern "C"`, which may call what the source has.
     """
     (source,) = {kernel.source for kernel in kernels}
+    files = {}
     for path in (source, *source.parent.glob("*.cuh"), *DEVICE_FOLDER.glob("*.cuh")):
         text = path.read_text()
         for pattern, instead in PTX.items():
             text = re.sub(pattern, instead, text)
-        (folder / path.name).write_text(text)
+        files[path.name] = text
     if not with_numerics:
-        (folder / "fp8.cuh").write_text(FP8)
-    (folder / "matrix.cuh").write_text(MATRIX)
+        files["fp8.cuh"] = FP8
+    files["matrix.cuh"] = MATRIX
     runs = "\n".join(
         f'extern "C" bool run{i}(const Arguments* args, unsigned grid, unsigned block, unsigned '
         f"bytes) {{ return launch([&] {{ {kernel.name}(*args); }}, grid, block, bytes); }}"
         for i, kernel in enumerate(kernels)
     )
-    main, library = folder / f"{source.stem}.cpp", folder / f"{source.stem}.so"
     others = "\n".join(more.values())
-    main.write_text(f'{CUDA}\n#include "{source.name}"\n{runs}\n{others}')
-    # Without unique symbols, libraries of the same kernels have memory of their own.
+    files["main.cpp"] = f'{CUDA}\n#include "{source.name}"\n{runs}\n{others}'
+    library = folder / f"{source.stem}.so"
+    library.write_bytes(_library_of(tuple(files.items())))
+    loaded = ctypes.CDLL(str(library))
+    functions = {}
+    for i, kernel in enumerate(kernels):
+        functions[kernel.name] = getattr(loaded, f"run{i}")
+        functions[kernel.name].restype = ctypes.c_bool
+    return functions | {name: getattr(loaded, name) for name in more}
+
+
+@lru_cache(maxsize=16)
+def _library_of(files: tuple[tuple[str, str], ...]) -> bytes:
+    """What g++ makes of main.cpp among these files: of the same ones once, since it takes seconds.
+
+    Without unique symbols, copies of a library have memory of their own.
+    """
     options = [
         "-std=c++20",
         "-O1",
@@ -350,13 +367,11 @@ def build(
         "-fPIC",
         "-fno-gnu-unique",
     ]
-    subprocess.run(["g++", *options, str(main), "-o", str(library)], check=True)
-    loaded = ctypes.CDLL(str(library))
-    functions = {}
-    for i, kernel in enumerate(kernels):
-        functions[kernel.name] = getattr(loaded, f"run{i}")
-        functions[kernel.name].restype = ctypes.c_bool
-    return functions | {name: getattr(loaded, name) for name in more}
+    with TemporaryDirectory() as folder:
+        for name, text in files:
+            (Path(folder) / name).write_text(text)
+        subprocess.run(["g++", *options, "main.cpp", "-o", "made.so"], cwd=folder, check=True)
+        return (Path(folder) / "made.so").read_bytes()
 
 
 def is_possible() -> bool:

@@ -21,6 +21,7 @@ def test_a_fault_can_be_made_and_names_a_test_of_behaviour(name):
     assert not test or re.search(rf"^def {test.partition('[')[0]}\(", text, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_the_fault_of_the_day_is_caught(tmp_path):
     """`make faults` tries all."""
     name = [*FAULTS][date.today().toordinal() % len(FAULTS)]

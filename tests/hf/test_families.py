@@ -57,6 +57,7 @@ SAMPLE = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in SAMPLE if name in CONFIG_MAPPING])
 def test_families_are_as_the_table_says(name, tmp_path):
     row = row_of(name, tmp_path)

@@ -28,6 +28,7 @@ from tests.precompile.test_precompile import (
     ids_of,
     kernels_of,
 )
+from tests.sampling import pairs
 
 BF16, FP32 = torch.bfloat16, torch.float32
 MOST, TOP_K, NUM_EXPERTS = 700, 2, 8
@@ -99,11 +100,17 @@ def adapt(model: nn.Sequential, what: str) -> None:
         add_lora(model, rank=8, alpha=8.0)
 
 
-@pytest.mark.parametrize("num_ranks", NUM_RANKS)
+WHAT = "frozen", "trained", "adapted"
+WIDTHS = (256, BF16), (264, FP32), (204, BF16), (203, FP32)
+
+
 @pytest.mark.parametrize(
-    "what", ["frozen", "trained", pytest.param("adapted", marks=NEEDS_GROUPED_MM_ON_A_CPU)]
+    ("num_ranks", "what", "h", "dtype"),
+    [
+        pytest.param(num, what, *size, marks=[NEEDS_GROUPED_MM_ON_A_CPU] * (what == "adapted"))
+        for num, what, size in pairs(NUM_RANKS, WHAT, WIDTHS)
+    ],
 )
-@pytest.mark.parametrize(("h", "dtype"), [(256, BF16), (264, FP32), (204, BF16), (203, FP32)])
 def test_it_lists_what_peers_need(num_ranks, what, h, dtype):
     model = part_of(experts_of(what, h), RankOfPeers(num_ranks))
     adapt(model, what)

@@ -61,14 +61,17 @@ def compare(here: Outcomes, there: Outcomes, exceptions: Mapping[str, str]) -> l
 
 
 class Run:
-    """The cases on one checkout's library, in a process of its own."""
+    """The cases on one checkout's library, in a process of its own; quick: without long ones."""
 
-    def __init__(self, checkout: Path, out: Path, device: str, only: Sequence[str]) -> None:
+    def __init__(
+        self, checkout: Path, out: Path, device: str, only: Sequence[str], quick: bool = False
+    ) -> None:
         if not (checkout / "moefp8" / "__init__.py").exists():
             raise ValueError(f"a checkout must hold moefp8/__init__.py, got {checkout}")
         out.mkdir()
         self.out, self.log = out, out / "log.txt"
         command = [sys.executable, str(Path(__file__).with_name("child.py")), str(out)]
+        command += ["--quick"] if quick else []
         environment = {**os.environ, "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
         if device == "cpu":
             environment["CUDA_VISIBLE_DEVICES"] = ""

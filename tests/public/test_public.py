@@ -10,6 +10,7 @@ from tests.public import surface
 from tests.public.__main__ import Run, compare, main, read_exceptions, show
 from tests.public.child import REPOSITORY
 from tests.public.outcome import RAISED, difference, leaves
+from tests.sampling import ALL_KERNELS
 
 ROOMS = "quant.*", "routing.*", "linear.forward", "kernels.errors"
 
@@ -20,8 +21,10 @@ def test_cases_use_all_that_is_public_and_nothing_else():
     assert surface.foreign(source) == []
 
 
+@pytest.mark.slow
 def test_no_case_raises(tmp_path):
-    outcomes = Run(REPOSITORY, tmp_path / "here", "cpu", ["*"]).outcomes()
+    """Without the few long cases, which `make public` runs as well."""
+    outcomes = Run(REPOSITORY, tmp_path / "here", "cpu", ["*"], quick=not ALL_KERNELS).outcomes()
     assert len(outcomes) > 100
     assert [x[RAISED] for x in outcomes.values() if RAISED in x] == []
 

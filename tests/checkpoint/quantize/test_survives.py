@@ -52,6 +52,7 @@ def num_open() -> int:
 # kill -9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["calls", "moments", "race"])
 def test_killed_and_resumed(tmp_path, when):
     tensors = {key: x for key, x in deepseek_v3()[0].items() if key.startswith(LAYER)}

@@ -332,6 +332,7 @@ def test_a_rank_that_is_killed_ends_the_others_at_once(how, tmp_path):
     assert "has ended or did not come" in error
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_groups_that_are_destroyed(tmp_path):
     """Layers of new groups work."""
     tokens = tokens_of()

@@ -42,8 +42,8 @@ KERNELS = [
 ]
 # Tokens of each rank, call by call: layouts differ, and some have several chunks.
 CALLS: dict[int, list[tuple[int, ...]]] = {
-    2: [(9, 5), (2300, 0), (3, 700), (0, 4000), (2300, 2100), (1, 0)],
-    3: [(9, 5, 0), (1100, 0, 3), (0, 0, 2), (30, 500, 1700)],
+    2: [(9, 5), (570, 0), (3, 170), (0, 1000), (570, 520), (1, 0)],
+    3: [(9, 5, 0), (270, 0, 3), (0, 0, 2), (30, 120, 420)],
 }
 NEVER = 10**17  # ns
 WORDS = peers_cases.WORDS // 8
@@ -53,6 +53,11 @@ WORDS = peers_cases.WORDS // 8
 def gpus(tmp_path_factory):
     """The kernels of each rank."""
     return [build(KERNELS, tmp_path_factory) for _ in range(max(CALLS))]
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch):
+    monkeypatch.setattr(peers_launch, "_CHUNK_BYTES", 1 << 17)
 
 
 def recorded(launch: Callable[..., Any], *given: Any) -> Any:

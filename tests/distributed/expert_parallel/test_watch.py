@@ -30,14 +30,15 @@ time.sleep(float(sys.argv[2]))
 """
 
 
-@pytest.mark.parametrize("seconds", [0, 1])
 @pytest.mark.parametrize(
-    ("kind", "says"),
+    ("kind", "says", "seconds"),
     [
-        (0, ""),
-        (1, "rank 5 did not come within 3 s"),
-        (2, "rank 5 is at another layer"),
-        (3, "rank 5 runs two exchanges"),
+        (0, "", 0),
+        (0, "", 1),
+        (1, "rank 5 did not come within 3 s", 0),
+        (1, "rank 5 did not come within 3 s", 1),
+        (2, "rank 5 is at another layer", 1),
+        (3, "rank 5 runs two exchanges", 0),
     ],
 )
 def test_it_says_once_what_has_happened(kind, says, seconds):

@@ -31,6 +31,7 @@ from tests.functional.experts.records import forward_bytes
 from tests.gpu import same_bits
 from tests.records import TARGET
 from tests.routing.cases import CODE_PLACES, SCALE_PLACES
+from tests.sampling import pairs
 
 E, H, I, K = 5, 144, 200, 2
 NAN, INF = float("nan"), float("inf")
@@ -112,22 +113,26 @@ PLACES: dict[str, Placed] = {
 }
 
 
-@pytest.mark.parametrize("h", [144, 136, 129])
+WIDTHS = 144, 136, 129
+LAYOUTS = pairs(WIDTHS, [*(CODE_PLACES | PLACES).values()], [*(SCALE_PLACES | PLACES).values()])
+
+
+@pytest.mark.parametrize("h", WIDTHS)
 def test_codes_and_scales_may_lie_anywhere(gpu, h):
     """One layout after the other: what was prepared for one serves no other."""
     made = case_of((6, 3, 4, h, 160))
-    for place in (CODE_PLACES | PLACES).values():
-        for scale_place in (SCALE_PLACES | PLACES).values():
-            found = [backward(made, Codes(place, scale_place)) for _ in range(2)]
-            copied = (lambda x, f=f: f(x).contiguous() for f in (place, scale_place))
-            expected = backward(made, Codes(*copied))
-            for ours in found:
-                assert all(map(same_bits, ours, expected))
+    for place, scale_place in [places for width, *places in LAYOUTS if width == h]:
+        found = [backward(made, Codes(place, scale_place)) for _ in range(2)]
+        copied = (lambda x, f=f: f(x).contiguous() for f in (place, scale_place))
+        expected = backward(made, Codes(*copied))
+        for ours in found:
+            assert all(map(same_bits, ours, expected))
 
 
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("num_tokens", [20, 97])
-@pytest.mark.parametrize("scale_place", ["own", "rows", "apart"])
+@pytest.mark.parametrize(
+    ("masked", "num_tokens", "scale_place"),
+    pairs([False, True], [20, 97], ["own", "rows", "apart"]),
+)
 def test_many_codes_go_in_parts(gpu, monkeypatch, masked, num_tokens, scale_place):
     made = case_of((num_tokens, 2, 4, 144, 272), "repeated")
     codes, addend = Codes(scale_place=SCALE_PLACES[scale_place]), tokens_of(num_tokens, 144)

@@ -21,11 +21,12 @@ BF16 = torch.bfloat16
 
 
 class Case(NamedTuple):
-    """A function of a device, and the device that it needs, if any."""
+    """A function of a device, the device that it needs, if any, and whether it takes seconds."""
 
     name: str
     run: Callable[[str], Any]
     needs: str | None = None
+    is_long: bool = False
 
 
 _cases: dict[str, Case] = {}
@@ -42,13 +43,20 @@ def gpu_case(run: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 def cpu_case(run: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Register a case that needs more GPUs than there may be, or none."""
-    return _register(run, "cpu")
+    """Register a long case that needs more GPUs than there may be, or none."""
+    return _register(run, "cpu", is_long=True)
 
 
-def _register(run: Callable[[str], Any], needs: str | None) -> Callable[[str], Any]:
+def long_case(run: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Register a case that starts processes, for what other tests see as well."""
+    return _register(run, None, is_long=True)
+
+
+def _register(
+    run: Callable[[str], Any], needs: str | None, is_long: bool = False
+) -> Callable[[str], Any]:
     name = f"{run.__module__.rpartition('.')[2]}.{run.__name__}"
-    _cases[name] = Case(name, run, needs)
+    _cases[name] = Case(name, run, needs, is_long)
     return run
 
 

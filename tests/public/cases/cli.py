@@ -12,7 +12,7 @@ import torch
 
 from tests.public.surface import COMMANDS, run_command
 
-from . import case, cpu_case, gpu_case
+from . import case, cpu_case, gpu_case, long_case
 from ._small import write_checkpoint
 
 _NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
@@ -59,7 +59,7 @@ def info(device: str) -> Any:
     return status, topics, [*facts], {x: facts[x] for x in ("moefp8", "driver", "GPU", "CPU", "so")}
 
 
-@case
+@long_case
 def settings(device: str) -> Any:
     return [
         _process(
@@ -89,7 +89,7 @@ def kernel_settings(device: str) -> Any:
     return interleaved[0], plain[0], last, [torch.load(f"{i}.pt") for i in range(2)]
 
 
-@case
+@long_case
 def plug_ins(device: str) -> Any:
     """Those of engines, without an engine."""
     return [

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import moefp8
 from moefp8.distributed import ExpertParallel, expert_parallel
 
-from . import BF16, attempt, case, choices, randn, seed, step
+from . import BF16, attempt, case, choices, long_case, randn, seed, step
 
 
 @contextmanager
@@ -123,7 +123,7 @@ def experts_alone(device: str) -> Any:
         return outcomes, copy.deepcopy(layer.state_dict())
 
 
-@case
+@long_case
 def experts_on_two_ranks(device: str) -> Any:
     """Each has its own number of tokens; on one GPU, they share it."""
     torch.multiprocessing.spawn(_rank, (device,), nprocs=2)
