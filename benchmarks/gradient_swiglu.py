@@ -124,7 +124,7 @@ class SwigluOfExperts:
             "error": error_of(rows.view(end, 2, -1)[..., :size], of_gate_up),
             "error_of_columns": error_of(columns, of_gate_up.flatten(1)),
             "error_of_activated": error_of(of_activated, weights * activated),
-            "error_of_weights": error_of(found.of_weights[is_here], of_choices),
+            "error_of_weights": error_of(found.grad_weights[is_here], of_choices),
         }
 
 

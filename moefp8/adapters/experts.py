@@ -175,7 +175,7 @@ def _backward(
             of_activated, saved.gate_up, plan.token_to_row, weights, inputs.swiglu_limit
         )
     )
-    found["top_k_weights"] = through.of_weights.to(weights.dtype)
+    found["top_k_weights"] = through.grad_weights.to(weights.dtype)
     if of_down is not None and saved.u_of_down is not None:
         activated = swiglu_rows(saved.gate_up, inputs.swiglu_limit)
         v, u = (
@@ -189,7 +189,7 @@ def _backward(
     else:
         of_rows = x.new_empty((len(rows), x.shape[1]), dtype=torch.bfloat16)  # for what is added
     if of_gate_up is not None and saved.u_of_gate_up is not None:
-        dy = through.of_gate_up.flatten(1)
+        dy = through.grad_gate_up.flatten(1)
         v = of_gate_up.add_gradient_to(of_rows, dy, offsets)
         found["a_of_gate_up"] = grouped_outer(v, _rows(x, plan).bfloat16(), offsets)
         found["b_of_gate_up"] = grouped_outer(dy, saved.u_of_gate_up, offsets)

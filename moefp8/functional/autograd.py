@@ -1,7 +1,7 @@
-"""What the autograd functions of FP8 operations share.
+"""Helpers of the autograd functions of FP8 operations.
 
-Gradients flow to whatever is not an FP8 weight. A weight's own gradient is an error as soon as a
-backward wants it.
+Gradients flow to all inputs but FP8 weights. A backward that asks for the gradient of an FP8 weight
+raises an error.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,9 +16,9 @@ from ..kernels.common.registry import register
 
 
 def records(layer: str, *inputs: Any) -> bool:
-    """Whether autograd records what is computed from `inputs`.
+    """Whether autograd records a computation with these inputs.
 
-    Raises NotImplementedError if one has a tangent of forward-mode AD, or asks for a gradient
+    Raises NotImplementedError if an input has a tangent of forward-mode AD, or asks for a gradient
     through `torch.vmap`: ops would drop both.
     """
     if forward_ad._current_level >= 0 and any(map(_has_tangent, inputs)):
@@ -37,11 +37,11 @@ def records(layer: str, *inputs: Any) -> bool:
 
 
 def _hides_gradient(x: Any) -> bool:
-    """Whether x asks for a gradient, but says that it does not, as it does within `torch.vmap`."""
+    """Whether x needs a gradient though its `requires_grad` is False, as within `torch.vmap`."""
     if not isinstance(x, torch.Tensor) or not _C._functorch.is_batchedtensor(x):
         return False
     if torch.compiler.is_compiling():
-        return True  # a trace cannot look inside; without fullgraph=True what follows is eager
+        return True  # a trace cannot see; without fullgraph=True, torch then runs this eagerly
     while _C._functorch.is_batchedtensor(x):
         x = _C._functorch.get_unwrapped(x)
     return x.requires_grad
@@ -71,7 +71,7 @@ _no_gradient = register(
 def no_gradients(
     grad: torch.Tensor, layer: str, needed: Sequence[bool], weights: Sequence[torch.Tensor]
 ) -> list[torch.Tensor | None]:
-    """The gradients of FP8 weights: None where none is needed, else an error when it is run."""
+    """The gradients of FP8 weights: None if not needed, else a tensor whose computation raises."""
     return [
         _no_gradient(grad, layer, list(weight.shape)) if wants else None
         for wants, weight in zip(needed, weights, strict=True)
@@ -82,7 +82,7 @@ class _Frozen(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, layer: str, y: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
         ctx.layer, ctx.weights = layer, weights
-        return y.clone()  # no view: who called may change it in place
+        return y.clone()  # not a view, since the caller may change it in place
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -91,7 +91,7 @@ class _Frozen(torch.autograd.Function):
 
 
 def frozen(layer: str, y: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
-    """y, whose backward raises if one of `weights`, of which y was made, asks for a gradient."""
+    """y, computed from `weights`; its backward raises if one of them needs a gradient."""
     if torch.is_grad_enabled() and any(x.requires_grad for x in weights):
         y = _Frozen.apply(layer, y, *weights)
     return y
@@ -111,12 +111,12 @@ class _NoSecondGradient(torch.autograd.Function):
 
 
 def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """A backward whose results raise where they are differentiated again.
+    """Decorate a backward: differentiating its results again raises an error.
 
-    PyTorch's `once_differentiable` does that only if the incoming gradient asks for one. Here it
-    also depends on what was saved: without an error, that part would be missing silently. Results
-    depend on the incoming gradient, too, since whoever asks for a second derivative in a tensor and
-    gets to it by no way takes it for 0, as `torch.autograd.functional.hessian` does.
+    PyTorch's `once_differentiable` raises only if the incoming gradient requires a gradient. Here
+    results also depend on saved tensors, whose second derivatives would be missing silently. In
+    autograd's graph the results depend on the incoming gradient: otherwise a caller that finds no
+    path to a tensor takes its second derivative for 0, as `torch.autograd.functional.hessian` does.
     """
 
     @wraps(backward)
@@ -124,10 +124,10 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
         if not torch.is_grad_enabled():
             return backward(ctx, grad)
         with torch.no_grad():
-            found = backward(ctx, grad)
+            gradients = backward(ctx, grad)
         return tuple(
             None if x is None else _NoSecondGradient.apply(x.detach().requires_grad_(), grad)
-            for x in found
+            for x in gradients
         )
 
     return run

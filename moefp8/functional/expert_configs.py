@@ -1,4 +1,4 @@
-"""How large an expert layer is, and which configs its two GEMMs get.
+"""The sizes of an expert layer, and the configs of its two GEMMs.
 
 T tokens, k choices each, E experts, H hidden, I intermediate.
 """
@@ -14,26 +14,26 @@ from ..kernels.gemm.heuristic import FEW_TOKENS, PEAK_LOAD, choose_grouped_confi
 from ..kernels.gemm.tuned import ConfigSource, Experts, Pair
 from ..kernels.program import Record
 
-# From so many products of a layer's gate on, tiles of 256 weights save power, if experts have more
-# tokens than a tile; from so many, tiles of 192 tokens do, which two CTAs share, if several experts
-# have _SOME_TOKENS. Down with fewer than so many k was faster in tiles of 256 weights all the same.
+# From _WIDE_PRODUCTS of a layer's gate on, tiles of 256 weights save power, if experts have more
+# tokens than a tile. From _TALL_PRODUCTS on, tiles of 192 tokens do, shared by two CTAs, if several
+# experts have _SOME_TOKENS; but for down, tiles of 256 weights were faster with K below _TALL_K.
 _WIDE_PRODUCTS, _TALL_PRODUCTS, _TALL_K = 2e10, 2e11, 2048
 _SOME_TOKENS = 384
-_WIDE_TOKENS = 640  # with so many, tiles have 256 weights however few products there are
+_WIDE_TOKENS = 640  # from here on, tiles have 256 weights whatever the number of products
 _TAIL = 24
-_MOST_WITH_TAIL = 136  # tokens of a group; with more, large layers have too many short second tiles
+_MOST_WITH_TAIL = 136  # tokens of a group; above, large layers have too many short second tiles
 
 
 class Sizes(NamedTuple):
-    """The sizes of a layer, and of a part of its tokens."""
+    """The sizes of a layer, and the number of tokens in one part of a call."""
 
     num_tokens: int
     top_k: int
     num_experts: int
     hidden_size: int
     intermediate_size: int
-    masked: bool  # every expert has as many rows as there are tokens
-    num_global_experts: int | None = None  # those of the whole model; None: E are all
+    masked: bool  # every expert has T rows of memory
+    num_global_experts: int | None = None  # of the whole model; None: E
 
     @property
     def num_to_choose_from(self) -> int:
@@ -48,9 +48,9 @@ def matrix_of(sizes: Sizes) -> tuple[int, int]:
 
 
 def mean_load(sizes: Sizes) -> tuple[int, int]:
-    """(experts here that have a token, at most; tokens of each of them, about)
+    """(the most local experts that can have a token, the mean number of tokens of such an expert)
 
-    A rank of expert parallelism gets all choices, but most are of experts of other ranks.
+    A rank of expert parallelism gets all choices, but most choose experts of other ranks.
     """
     num_choices = sizes.num_tokens * sizes.top_k
     active = min(sizes.num_experts, num_choices)
@@ -58,9 +58,9 @@ def mean_load(sizes: Sizes) -> tuple[int, int]:
 
 
 def deciding_numbers(sizes: Sizes) -> Iterator[int]:
-    """The numbers of tokens where `experts_configs`, if nothing is measured, may choose anew.
+    """The numbers of tokens at which `experts_configs`, if nothing is measured, may switch configs.
 
-    Each pair that such a layer can get begins at one of them; some may be above its own number.
+    No pair of such a layer begins elsewhere. Some numbers may be above `sizes.num_tokens`.
     """
     h, i = sizes.hidden_size, sizes.intermediate_size
     for load in deciding_loads(sizes.num_experts, h, i):  # the first number with that load or more
@@ -68,7 +68,7 @@ def deciding_numbers(sizes: Sizes) -> Iterator[int]:
 
 
 def experts_configs(source: ConfigSource, sizes: Sizes) -> Pair:
-    """The pair that was measured, else one by the mean load of an expert that has a token."""
+    """The measured pair of configs if there is one, else a choice by the mean load of an expert."""
     tuned = None if sizes.masked else source.table.look_up(layer_of(sizes), sizes.num_tokens)
     if isinstance(tuned, tuple):
         return tuned
@@ -78,7 +78,7 @@ def experts_configs(source: ConfigSource, sizes: Sizes) -> Pair:
 
 
 def describe_configs(r: Record, sizes: Sizes, *, saves: bool) -> Pair:
-    """The pair of a description; saves: gate and up are saved for a backward."""
+    """Choose both configs for a record; saves: gate and up are saved for a backward."""
     choose = saving_configs if saves else experts_configs
     source = r.target.configs
     r.hold(sizes.num_tokens, lambda most: _largest(choose, source, sizes, most))
@@ -86,7 +86,7 @@ def describe_configs(r: Record, sizes: Sizes, *, saves: bool) -> Pair:
 
 
 def saving_configs(source: ConfigSource, sizes: Sizes) -> Pair:
-    """`experts_configs` where gate and up are saved for a backward."""
+    """`experts_configs` for a forward that saves gate and up for a backward."""
     gate_up, down = experts_configs(source, sizes)
     return saving_config(gate_up, sizes, source.num_sms), down
 
@@ -95,7 +95,7 @@ def saving_configs(source: ConfigSource, sizes: Sizes) -> Pair:
 def _largest(
     choose: Callable[[ConfigSource, Sizes], Pair], source: ConfigSource, sizes: Sizes, most: int
 ) -> int:
-    """The largest number of tokens up to which the choice is the same as for `sizes`."""
+    """The largest number of tokens, at most `most`, up to which the choice stays the same."""
     if choose is backward_configs:
         numbers: Iterable[int] = range(sizes.num_tokens + 1, most + 1)
     else:
@@ -108,11 +108,11 @@ def _largest(
 
 
 def saving_config(config: GemmConfig, sizes: Sizes, num_sms: int) -> GemmConfig:
-    """The config of gate and up that are saved for a backward, where `config` saves nothing.
+    """Turn a config of gate and up that saves nothing into one that saves them for a backward.
 
-    It is the same, but that tiles of 256 weights give way to those of 192 tokens, which two CTAs
-    share, if several experts have `_SOME_TOKENS`: 411 us instead of 457 for 8192 tokens of
-    Qwen3-30B-A3B on an H200, with pauses; without rest they are equal.
+    Tiles of 256 weights are replaced by tiles of 192 tokens, shared by two CTAs, if several experts
+    have `_SOME_TOKENS`: 411 us instead of 457 for 8192 tokens of Qwen3-30B-A3B on an H200, with
+    pauses; without rest they are equal. The rest of the config stays.
     """
     _, load = mean_load(sizes)
     is_wide = config.cta_tile == (128, 256)
@@ -123,7 +123,7 @@ def saving_config(config: GemmConfig, sizes: Sizes, num_sms: int) -> GemmConfig:
 
 
 def layer_of(sizes: Sizes) -> Experts:
-    """The layer that measured configs are kept for."""
+    """The key of the table of measured configs."""
     h, i = sizes.hidden_size, sizes.intermediate_size
     is_rank = sizes.num_experts < sizes.num_to_choose_from
     num_global_experts = sizes.num_global_experts if is_rank else None
@@ -131,7 +131,7 @@ def layer_of(sizes: Sizes) -> Experts:
 
 
 def backward_configs(source: ConfigSource, sizes: Sizes) -> Pair:
-    """The configs of the GEMMs of a backward: with W_down^T, then with that of gate and up."""
+    """The configs of a backward's GEMMs: with W_down^T, then with W_gate_up^T."""
     load, limit = _backward_load(sizes)
     h, i, groups = sizes.hidden_size, sizes.intermediate_size, sizes.num_experts
     num_sms, all_sms = source.num_sms, source.num_sms == source.all_sms
@@ -143,14 +143,14 @@ def backward_configs(source: ConfigSource, sizes: Sizes) -> Pair:
 
 
 def describe_backward_configs(r: Record, sizes: Sizes) -> Pair:
-    """The pair of a description of a backward."""
+    """Choose both configs of a backward for a record."""
     source = r.target.configs
     r.hold(sizes.num_tokens, lambda most: _largest(backward_configs, source, sizes, most))
     return backward_configs(source, sizes)
 
 
 def _backward_load(sizes: Sizes) -> tuple[int, int]:
-    """What decides: the mean load, and the most rows of an expert as far as they count."""
+    """The mean load, and the most rows of an expert, capped where more make no difference."""
     _, load = mean_load(sizes)
     return load, max(load, min(sizes.num_tokens, 2 * BLOCK))
 
@@ -159,7 +159,7 @@ _backward_config = lru_cache(16384)(choose_grouped_config)
 
 
 def describe_gate_up_config(r: Record, tokens: int, h: int, i: int, *, saves: bool) -> GemmConfig:
-    """The config of gate and up for experts that every token takes, in a description."""
+    """Choose the config of gate and up for shared experts, in a record."""
     num_sms = r.target.configs.num_sms
 
     def choose(load: int) -> GemmConfig:
@@ -179,9 +179,9 @@ def describe_gate_up_config(r: Record, tokens: int, h: int, i: int, *, saves: bo
 
 
 def deciding_loads(num_groups: int, h: int, i: int) -> list[int]:
-    """The loads, rising, at which `choose_experts_configs` may choose anew."""
+    """The loads, rising, at which `choose_experts_configs` may change its choice."""
     tall = ceil_div(int(_TALL_PRODUCTS), num_groups * h * i)
-    return sorted({*range(1, _WIDE_TOKENS + 1), tall})  # _WIDE_PRODUCTS decide among these alone
+    return sorted({*range(1, _WIDE_TOKENS + 1), tall})  # _WIDE_PRODUCTS matters only here
 
 
 @lru_cache(16384)
@@ -191,11 +191,11 @@ def choose_experts_configs(
     """The configs of gate and up, and of down, for `num_groups` experts of about `tokens` tokens.
 
     They come from timing up to 20 configs of each for 12 loads of the experts of DeepSeek-V3 and of
-    Qwen3-30B-A3B on an H200, alone and one behind the other; above 160 tokens, from timing up to 16
+    Qwen3-30B-A3B on an H200, alone and one after the other; above 160 tokens, from timing up to 16
     pairs for 13 loads of these and of Mixtral 8x7B on an H100, without rest.
 
-    exact: whether `tokens` is no mean, but what a single group has: it then gets a tail if the tail
-        holds all tokens behind the tile's rows.
+    exact: `tokens` is the number of a single group, not a mean. The tile then gets a tail if the
+        tail holds all further tokens.
     """
     gate_up = partial(GemmConfig, stages=0, grouped=True, gate_up=True)
     down = partial(GemmConfig, stages=0, grouped=True)
@@ -204,7 +204,7 @@ def choose_experts_configs(
     many = products >= _TALL_PRODUCTS
     about_128, is_more = 128 < PEAK_LOAD * tokens <= 192, PEAK_LOAD * tokens > 192
     most_with_tail = _MOST_WITH_TAIL if many else 128 + _TAIL
-    if tokens <= FEW_TOKENS:  # `choose_grouped_config` does so, too
+    if tokens <= FEW_TOKENS:  # as in `choose_grouped_config`
         cols = round_up(tokens * 3 // 2 + (8 if tokens > 1 else 5), 8)
         few = partial(down, 128, cols, k_blocks_per_stage=2, ctas_per_sm=2, swap_ab=True)
         configs = few(gate_up=True, parts=2), few()

@@ -1,4 +1,4 @@
-"""What the records of routed experts share: values of their tensors, and GEMMs of experts' rows.
+"""Parts that records of routed experts share: their tensors, and GEMMs of experts' rows.
 
 T tokens, k choices each, E experts, H hidden, I intermediate, R rows.
 """
@@ -22,22 +22,22 @@ from ..routing.dispatch import Dispatched
 from .expert_configs import Sizes, mean_load
 
 # Timed at 1 to 32 tokens of whole layers and ranks of five models on an H200. First weights are
-# fetched by guess if there is a choice for every eighth expert. Where experts have one token each,
-# taking tiles of gate and up from a counter paid with K = 7168, and did not with 4096.
+# prefetched by a guess if there is a choice for every eighth expert. With one token an expert,
+# taking tiles of gate and up from a counter paid off at K = 7168, and did not at 4096.
 _MAX_EXPERTS_PER_CHOICE, _LONG_K = 8, 7168
 
 
 class Choices(NamedTuple):
-    """The router's choice: int32 or int64 ids [T, k], and their scores [T, k]."""
+    """The router's choices: int32 or int64 ids [T, k], and their scores [T, k]."""
 
     ids: Tensor
     scores: Tensor
 
 
 class ExpertWeights(NamedTuple):
-    """Codes and scales of all experts: gate and up [E, I, H], of one layout, and down [E, H, I].
+    """Codes and scales of all experts, which TMA can address.
 
-    TMA can address them.
+    gate, up: [E, I, H], of one layout. down: [E, H, I].
     """
 
     gate: Codes
@@ -46,16 +46,16 @@ class ExpertWeights(NamedTuple):
 
 
 class TransposedWeights(NamedTuple):
-    """Codes and scales of W_down^T [E, I, H], and of W_gate_up^T [E, H, 2 I], whose halves begin at
-    multiples of 128. TMA can address them."""
+    """Codes and scales of W_down^T [E, I, H] and W_gate_up^T [E, H, 2 I], which TMA can address.
+    Gate and up begin at multiples of 128."""
 
     down: Codes
     gate_up: Codes
 
 
 class Combine(Protocol):
-    """What sums the rows of each token in place of `describe_combine`: a hashable that holds all
-    that the step depends on."""
+    """Replaces `describe_combine`, which sums the rows of each token. It is hashable; equal ones
+    describe the same step."""
 
     def describe(
         self,
@@ -68,11 +68,11 @@ class Combine(Protocol):
         grad_weights: Place | None,
         word: Word,
     ) -> None:
-        """One step.
+        """Add the step to r.
 
         y, token_to_row, weights: as in `describe_combine`.
-        out: where it begins is what the combine needs.
-        grad_weights: fp32 [T, k], which a backward has beside the rows; else None.
+        out: a tensor at the address that the kernel takes for its output.
+        grad_weights: fp32 [T, k], the gradients of scores in a backward; else None.
         word: a number for the kernel, which may differ from call to call.
         """
 
@@ -89,10 +89,10 @@ def describe_rows_gemm(
     follows_dispatch: bool,
     gate_up: GateUp | None = None,
 ) -> None:
-    """The GEMM of the rows of all experts.
+    """Add the GEMM of the rows of all experts to r.
 
-    follows_dispatch: it is the first of both GEMMs, so its bounds are not older than the step
-        before it. Each has a tile counter of its own.
+    follows_dispatch: it is the first of two GEMMs, so the step right before it writes its bounds.
+        Each of the two has its own tile counter.
     """
     maps, num_experts = dispatched.maps, sizes.num_experts
     groups = GroupsOfTokens(
@@ -112,7 +112,7 @@ def describe_rows_gemm(
 
 
 def expected_tiles(config: GemmConfig, sizes: Sizes) -> int:
-    """How many tiles an expert is guessed to have; 0: so few are chosen that a guess is wrong."""
+    """A guess of the tiles of an expert; 0: too few experts are chosen for a guess to be right."""
     num_choices = sizes.num_tokens * sizes.top_k
     if num_choices * _MAX_EXPERTS_PER_CHOICE < sizes.num_to_choose_from:
         return 0
@@ -124,8 +124,7 @@ def takes_tiles(
 ) -> bool:
     """Whether clusters take tiles from a counter.
 
-    They do where there are more tiles than clusters, and unequal or long ones; else a counter costs
-    time.
+    That saves time if there are more tiles than clusters, and tiles are unequal or long.
 
     shape: [R, N] of the result.
     """
@@ -135,20 +134,20 @@ def takes_tiles(
 
 
 def results_layout(name: str, shape: tuple[int, int], alignment: int) -> Tensor:
-    """A contiguous bf16 result of a call."""
+    """The layout of a contiguous bf16 result."""
     return Tensor(shape, (shape[1], 1), torch.bfloat16, Place(name), alignment)
 
 
-# ---- Contiguous tensors, for records that are made of sizes alone ----
+# ---- Contiguous tensors, for records that are made from sizes only ----
 
 
-class Given(NamedTuple):
-    """What kernels of a call depend on besides sizes.
+class CallTensors(NamedTuple):
+    """The contiguous tensors of a call: their dtypes and alignment.
 
-    dtype: of the tokens, or of their gradients; e4m3 if they come with scales.
+    dtype: of the tokens, or of their gradients; e4m3 if they have scales.
     scores: the dtype of the scores.
     is_aligned: whether tokens and results are at multiples of 16 bytes.
-    saved: the dtype of gate and up that are saved for a backward; None: they are not.
+    saved: the dtype of gate and up, saved for a backward; None: they are not saved.
     """
 
     dtype: torch.dtype = torch.bfloat16
@@ -165,7 +164,7 @@ class Given(NamedTuple):
         return results_layout(name, shape, TMA_BYTES if self.is_aligned else 2)
 
     def scales(self, name: str, sizes: Sizes) -> Tensor | None:
-        """Those of tokens that are codes."""
+        """The scales of tokens; None if these are not codes."""
         if self.dtype != E4M3:
             return None
         shape = sizes.num_tokens, num_blocks(sizes.hidden_size)
@@ -177,7 +176,7 @@ class Given(NamedTuple):
         return Choices(ids, Tensor.contiguous("scores", *shape, dtype=self.scores))
 
     def saved_tensors(self, sizes: Sizes) -> tuple[Tensor, Tensor | None]:
-        """Gate and up of all rows, and their scales if they are codes."""
+        """Gate and up of all rows, and their scales; None if they are not codes."""
         rows, i = sizes.num_tokens * sizes.top_k, sizes.intermediate_size
         if self.saved != E4M3:
             return Tensor.contiguous("saved", rows, 2, i), None
@@ -185,7 +184,7 @@ class Given(NamedTuple):
         return Tensor.contiguous("saved", 2 * rows, i, dtype=E4M3), scales.mT
 
 
-GIVEN = Given()
+BF16_CALL = CallTensors()
 
 
 # ---- The tensors of a call ----
@@ -194,7 +193,7 @@ Projections = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # s
 
 
 class Weights(NamedTuple):
-    """The weights of all experts, gate apart from up: e4m3 matrices and their fp32 scales."""
+    """The weights of all experts, gate and up separate: e4m3 matrices and their fp32 scales."""
 
     gate: torch.Tensor  # [E, I, H]
     gate_scale_inv: torch.Tensor
@@ -205,7 +204,7 @@ class Weights(NamedTuple):
 
 
 def split_weights(projections: Projections) -> Weights:
-    """Views of gate and up apart from each other."""
+    """Views of gate, up and down."""
     gate_up, gate_up_scale_inv, down, down_scale_inv = projections
     i = down.shape[2]
     blocks = num_blocks(i)
@@ -220,7 +219,7 @@ def split_weights(projections: Projections) -> Weights:
 
 
 def fitting_weights(weights: Weights) -> Weights:
-    """The weights, each itself or a copy that TMA can address."""
+    """Each weight itself, or a copy that TMA can address."""
     gate = fitting(weights.gate)
     return weights._replace(gate=gate, up=lying_as(gate, weights.up), down=fitting(weights.down))
 

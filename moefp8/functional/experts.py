@@ -1,4 +1,4 @@
-"""The routed SwiGLU experts of a MoE layer, from tokens and the router's choice to their output.
+"""The routed SwiGLU experts of a MoE layer, from tokens and the router's choices to the output.
 
 T tokens, k choices each, E experts, H hidden, I intermediate.
 """
@@ -53,30 +53,30 @@ _OP = "experts"
 
 
 class ExpertsInputs(NamedTuple):
-    """What `experts` takes.
+    """The inputs of `experts`.
 
-    hidden_states: [T, H] bf16, fp16 or fp32; it is quantized to 1x128, and so are the activated
-        values, which are FP32 before. Or e4m3, codes as `quantize_1x128` gives them, whose result
-        is bit for bit that of the tokens that were quantized.
-    top_k_index: int32 or int64 [T, k] in [0, E]. E marks a choice held elsewhere, which has score
-        0. Values are checked on the CPU; on a GPU other ids count as E. A rank of expert
-        parallelism takes the ids of the whole model.
+    hidden_states: [T, H] bf16, fp16 or fp32, quantized to 1x128; activated values stay FP32 until
+        they are quantized likewise. Or e4m3 codes from `quantize_1x128`, with the same result, bit
+        for bit, as the tokens that they were made from.
+    top_k_index: int32 or int64 [T, k] in [0, E]. E marks a choice of an expert held elsewhere; its
+        score counts as 0. Values are checked on the CPU; on a GPU other ids count as E. A rank of
+        expert parallelism takes the ids of the whole model.
     top_k_weights: [T, k] bf16, fp16 or fp32.
     gate_up_proj: e4m3 [E, 2I, H], gate first; gate and up have 128x128 blocks of their own.
     gate_up_proj_scale_inv: fp32 [E, 2 ceil(I/128), ceil(H/128)].
     down_proj: e4m3 [E, H, I].
     down_proj_scale_inv: fp32 [E, ceil(H/128), ceil(I/128)].
     swiglu_limit: see `swiglu`.
-    masked: whether, on a GPU, every expert has T rows of memory, not as many as it has tokens; the
-        result is the same.
+    masked: whether, on a GPU, every expert has T rows of memory, and not only one for each of its
+        tokens; the result is the same.
     expert_offset, num_global_experts: for a rank of expert parallelism, the id of its first expert,
-        and how many the whole model has, by which tiles are chosen; None: E. Ids are then in
-        [0, num_global_experts], and all but [expert_offset, expert_offset + E) are held elsewhere.
-    addend: bf16 [T, H], such as the output of shared experts, or None. The result is bit for bit
-        that of an addition behind the op: the sum over the choices is rounded to BF16, then the
-        sum with `addend` is.
-    hidden_states_scale_inv: fp32 [T, ceil(H/128)], the scales of e4m3 hidden states, in any
-        strides; None for others.
+        and the number of experts of the whole model, by which tiles are chosen; None: E. Ids are
+        in [0, num_global_experts]; all but [expert_offset, expert_offset + E) are held elsewhere.
+    addend: bf16 [T, H], such as the output of shared experts, or None. The result is the same, bit
+        for bit, as that of a separate addition: the sum over choices is rounded to BF16, then the
+        sum with `addend`.
+    hidden_states_scale_inv: fp32 [T, ceil(H/128)], any strides: the scales of e4m3 hidden states;
+        None for others.
     """
 
     hidden_states: torch.Tensor
@@ -148,7 +148,7 @@ def _body(inputs: ExpertsInputs, gate_up: torch.Tensor | None = None) -> torch.T
         data, scale_inv = quantize_1x128(hidden_states)
     data, scale_inv = (dispatch_rows(x, row_to_token) for x in (data, scale_inv))
     rows = y.new_zeros(len(row_to_token), h)
-    # Then no row depends on how many an expert has. GPUs without our kernels have few FP64 units.
+    # If exact, no row depends on the number of rows. GPUs without our kernels have few FP64 units.
     product = partial(block_scaled_matmul, exact=is_on_cpu)
     for expert, (begin, end) in enumerate(pairwise(expert_offsets.tolist())):
         if begin == end:
@@ -156,23 +156,23 @@ def _body(inputs: ExpertsInputs, gate_up: torch.Tensor | None = None) -> torch.T
         weights = gate_up_proj[expert].split(i)
         scales = gate_up_scales[expert].split(num_blocks(i))
         gate, up = (
-            product(data[begin:end], scale_inv[begin:end], *of_half)
-            for of_half in zip(weights, scales, strict=True)
+            product(data[begin:end], scale_inv[begin:end], *half)
+            for half in zip(weights, scales, strict=True)
         )
         if gate_up is not None:
             gate_up[begin:end, 0], gate_up[begin:end, 1] = gate, up
         activated = quantize_1x128(swiglu(gate, up, inputs.swiglu_limit, exact=is_on_cpu))
-        of_down = down_proj[expert], down_scales[expert]
-        rows[begin:end] = product(*activated, *of_down)
+        down_weights = down_proj[expert], down_scales[expert]
+        rows[begin:end] = product(*activated, *down_weights)
     return combine_rows(rows, token_to_row, top_k_weights, inputs.addend)
 
 
 @dataclass(frozen=True)
 class _Prepared:
-    """What is kept for one layout of a layer and its tokens.
+    """A prepared call for one layout of weights and tokens.
 
-    num_parts: in how many parts the tokens are computed; 0: there is nothing to compute.
-    up, up_scales: bytes from gate to up, and from the scales of gate to those of up.
+    num_parts: the number of parts in which tokens are computed; 0: there is nothing to compute.
+    up, up_scales: bytes from gate to up, and from gate's scales to up's.
     fits: whether TMA can address the weights; if not, every call copies them.
     launches: the prepared launches; None if the tokens are split or copied first.
     """
@@ -195,10 +195,10 @@ def launch_experts(
 
     Weights that TMA cannot address (16 does not divide H, or I) are copied first, in every call.
 
-    gate_up: memory for what `experts_saving` gives beside the result; the layout is contiguous.
+    gate_up: memory for the second result of `experts_saving`, contiguous; None: it is not saved.
     y: contiguous memory for the result; None: it is allocated.
-    combine: stands for `describe_combine`; `y` is then what it needs, and neither tokens nor
-        weights may be such that they are split or copied.
+    combine: replaces `describe_combine`, and takes `y`. Neither tokens nor weights may need to be
+        split or copied.
     word: a number for the kernel of `combine`, which may differ from call to call.
     """
     tensors, driver = inputs[:7], current_driver()
@@ -219,31 +219,31 @@ def launch_experts(
         gate_up is not None,
         driver.max_sms,
     )
-    found = driver.prepared().get(key)
-    if found is None:
-        _allocate(inputs)  # this raises if the arguments are wrong
-        found = driver.keep(key, _prepare(inputs, y_alignment, gate_up is not None, combine))
+    prepared = driver.prepared().get(key)
+    if prepared is None:
+        _allocate(inputs)  # raises if the arguments are wrong
+        prepared = driver.keep(key, _prepare(inputs, y_alignment, gate_up is not None, combine))
     if y is None:
         y = torch.empty_like(x, dtype=torch.bfloat16, memory_format=torch.contiguous_format)
-    if found.launches is None:
-        _launch_parts(found.num_parts, inputs, y, gate_up)
+    if prepared.launches is None:
+        _launch_parts(prepared.num_parts, inputs, y, gate_up)
         return y
-    if found.fits:
-        up, up_scales = gate + found.up, gate_scales + found.up_scales
+    if prepared.fits:
+        up, up_scales = gate + prepared.up, gate_scales + prepared.up_scales
         weights: tuple[int, ...] = (gate, gate_scales, up, up_scales, *addresses[5:])
     else:
         copies = fitting_weights(split_weights(inputs[3:7]))
         weights = tuple([z.data_ptr() for z in copies])
     saved = 0 if gate_up is None else gate_up.data_ptr()
     others = y.data_ptr(), added, saved, scales, word
-    found.launches(x.get_device(), (*addresses[:3], *weights, *others))
+    prepared.launches(x.get_device(), (*addresses[:3], *weights, *others))
     return y
 
 
 def _launch_parts(
     num_parts: int, inputs: ExpertsInputs, y: torch.Tensor, gate_up: torch.Tensor | None
 ) -> None:
-    """Launch part by part, or as a whole with hidden states and addend made contiguous."""
+    """Launch part by part, or at once with contiguous copies of hidden states and addend."""
     addend = inputs.addend
     if num_parts == 0:
         y.zero_()
@@ -280,7 +280,7 @@ def _prepare(
     is_copied = (x.stride(1) != 1 and h > 1) or (addend is not None and not addend.is_contiguous())
     if num_parts > 1 or is_copied:
         if combine is not None:
-            raise ValueError(f"{_OP}: what combine brings elsewhere must be computed in one part")
+            raise ValueError(f"{_OP}: with a combine, all tokens must be computed in one part")
         return _Prepared(num_parts)
     halves = split_weights(inputs[3:7])
     fitting = fitting_weights(halves)
@@ -314,11 +314,11 @@ experts = register_inputs(
 """`sum_j w_j down(silu(gate(x)) * up(x))` over a token's k experts, in the order of its choices.
 
 The output of each expert is rounded to BF16, and the sum is FP32: `ExpertsInputs` -> bf16 [T, H].
-On a Hopper GPU, what a token gives does not depend on the other tokens, bit for bit. Raises
-TypeError, ValueError, naming the argument, the rule and what came."""
+On a Hopper GPU, the result of a token does not depend on other tokens, bit for bit. Raises
+TypeError, ValueError, naming the argument, the rule and the value."""
 
 
-# ---- What a backward needs ----
+# ---- Saving for a backward ----
 
 Saving = tuple[torch.Tensor, torch.Tensor]  # the result, gate_up
 
@@ -354,9 +354,8 @@ experts_saving = register_inputs(
     fake=_allocate_saving,
     hopper=_launch_saving,
 )
-"""`experts`, the same to the bit, and what `experts_backward` takes: gate and up of each row, as
-they are before SwiGLU, rounded to BF16: [T k, 2, I]. Rows lie expert by expert; behind the last
-expert's they are not defined."""
+"""`experts`, bit for bit, and for `experts_backward` gate and up of each row before SwiGLU, rounded
+to BF16: [T k, 2, I]. Rows are sorted by expert; rows after the last expert's are undefined."""
 
 
 # ---- On one GPU of several ----
@@ -365,7 +364,7 @@ expert's they are not defined."""
 def runs_as_a_whole(inputs: ExpertsInputs, *, saves: bool) -> bool:
     """Whether a Hopper GPU computes all tokens in one part, as `launch_combining` needs.
 
-    saves: whether it is `experts_saving`.
+    saves: for `experts_saving`.
     """
     (num_tokens, top_k), (e, h, i) = inputs.top_k_index.shape, inputs.down_proj.shape
     sizes = Sizes(num_tokens, top_k, e, h, i, inputs.masked and not saves)
@@ -375,10 +374,10 @@ def runs_as_a_whole(inputs: ExpertsInputs, *, saves: bool) -> bool:
 def launch_combining(
     inputs: ExpertsInputs, combine: Combine, word: int, y: torch.Tensor, *, saves: bool
 ) -> torch.Tensor | None:
-    """`experts` on a Hopper GPU, where `combine` sums the rows of tokens and brings them elsewhere.
+    """`experts` on a Hopper GPU, where `combine` sums the rows of tokens and sends sums elsewhere.
 
     word: a number for the kernel of `combine`, which may differ from call to call.
-    y: what it takes for the result. It knows no addend.
+    y: the output argument of `combine`. There is no addend.
     saves: whether to return gate and up as `experts_saving` does; else None.
     """
     gate_up = _empty_gate_up(inputs) if saves else None
@@ -394,46 +393,47 @@ def launch_combining(
 class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, layer: str, saved_dtype: torch.dtype, keeps: bool | None, *inputs: Any
+        ctx: Any, layer: str, saved_dtype: torch.dtype, keep_transposed: bool | None, *args: Any
     ) -> torch.Tensor:
-        given = ExpertsInputs(*inputs)
+        inputs = ExpertsInputs(*args)
         ctx.saves = any(ctx.needs_input_grad[3:-2])
-        if not ctx.saves:  # the addend alone asks
+        if not ctx.saves:  # only the addend needs a gradient
             return cast(torch.Tensor, experts(*inputs))
         y, gate_up = experts_saving(*inputs)
         scale_inv = None
         if saved_dtype == E4M3:
             gate_up, scale_inv = quantize_op(gate_up.flatten(0, 1), False)
         ctx.save_for_backward(*inputs[1:3], gate_up, scale_inv, *inputs[3:7])
-        ctx.layer, ctx.dtypes = layer, (given[0].dtype, given[2].dtype)
-        ctx.options = given.swiglu_limit, keeps, given.expert_offset, given.num_global_experts
+        ctx.layer, ctx.dtypes = layer, (inputs.hidden_states.dtype, inputs.top_k_weights.dtype)
+        rank = inputs.expert_offset, inputs.num_global_experts
+        ctx.options = inputs.swiglu_limit, keep_transposed, *rank
         return y
 
     @staticmethod
     @first_order
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         needs = dict(zip(ExpertsInputs._fields, ctx.needs_input_grad[3:], strict=True))
-        found = _gradients(ctx, grad, needs) if ctx.saves else {}
+        gradients = _gradients(ctx, grad, needs) if ctx.saves else {}
         if needs["addend"]:
-            found["addend"] = grad
-        return None, None, None, *(found.get(name) for name in ExpertsInputs._fields)
+            gradients["addend"] = grad
+        return None, None, None, *(gradients.get(name) for name in ExpertsInputs._fields)
 
 
 def _gradients(
     ctx: Any, grad: torch.Tensor, needs: dict[str, bool]
 ) -> dict[str, torch.Tensor | None]:
-    """Those that need what was saved, by the names of the inputs."""
-    saved, of_dtype = ctx.saved_tensors, ctx.dtypes
-    found: dict[str, torch.Tensor | None] = {}
+    """All gradients but that of the addend, by the names of inputs."""
+    saved, dtypes = ctx.saved_tensors, ctx.dtypes
+    gradients: dict[str, torch.Tensor | None] = {}
     if needs["hidden_states"] or needs["top_k_weights"]:
-        dx, of_weights = experts_backward(grad, *saved, *ctx.options)
+        dx, grad_weights = experts_backward(grad, *saved, *ctx.options)
         if needs["hidden_states"]:
-            found["hidden_states"] = dx.to(of_dtype[0])
+            gradients["hidden_states"] = dx.to(dtypes[0])
         if needs["top_k_weights"]:
-            found["top_k_weights"] = of_weights.to(of_dtype[1])
+            gradients["top_k_weights"] = grad_weights.to(dtypes[1])
     names = ExpertsInputs._fields[3:7]
-    of_projections = no_gradients(grad, ctx.layer, [needs[x] for x in names], saved[4:])
-    return found | dict(zip(names, of_projections, strict=True))
+    grad_projections = no_gradients(grad, ctx.layer, [needs[x] for x in names], saved[4:])
+    return gradients | dict(zip(names, grad_projections, strict=True))
 
 
 def check_saved_dtype(layer: str, saved_dtype: torch.dtype) -> None:
@@ -448,13 +448,13 @@ def routed_experts(
     layer: str,
     inputs: ExpertsInputs,
     saved_dtype: torch.dtype = torch.bfloat16,
-    keeps: bool | None = None,
+    keep_transposed: bool | None = None,
 ) -> torch.Tensor:
     """`experts` -> bf16 [T, H], with gradients in hidden states, top_k_weights and addend.
 
-    layer: who is named if a gradient of a weight is wanted, which is an error.
-    saved_dtype: in which gate and up are saved for the backward: bf16, or e4m3 with 1x128 scales.
-    keeps: see `transposed`.
+    layer: the name in the error that a wanted gradient of a weight raises.
+    saved_dtype: of gate and up, saved for the backward: bf16, or e4m3 with 1x128 scales.
+    keep_transposed: see `transposed`.
     """
     y: torch.Tensor
     scale_inv = inputs.hidden_states_scale_inv
@@ -462,9 +462,9 @@ def routed_experts(
         raise NotImplementedError(
             f"{layer}: codes of hidden states and their scales have no gradient; detach them"
         )
-    if records(layer, *inputs):  # an autograd function costs as much as a launch
+    if records(layer, *inputs):  # else skip the autograd function, as slow as a launch
         check_saved_dtype(layer, saved_dtype)
-        y = _Experts.apply(layer, saved_dtype, keeps, *inputs)
+        y = _Experts.apply(layer, saved_dtype, keep_transposed, *inputs)
     else:
         y = experts(*inputs)
     return y

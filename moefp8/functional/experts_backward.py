@@ -1,14 +1,14 @@
-"""The gradients of the routed SwiGLU experts, in hidden states and in the weights of choices.
+"""The gradients of routed SwiGLU experts in hidden states and in the weights of choices.
 
 T tokens, k choices each, E experts, H hidden, I intermediate, R = T k rows. With dO the gradient of
 the result, row r of token t and choice j, and w its weight:
 
 1. dO is quantized to 1x128 and dispatched.
-2. dA_r = dO_t W_down, rounded to BF16: the gradient of the activated values, times no weight.
-3. a_r is recomputed from the saved gate and up; the weight's gradient is dw_r = <dA_r, a_r>, and
-   d[gate | up]_r = w dA_r da/d[gate | up], quantized to 1x128, gate and up apart.
-4. dX_r = d[gate | up]_r W_gate_up, rounded to BF16; dX_t is the sum over its rows, in FP32 and in
-   the order of the choices.
+2. dA_r = dO_t W_down, rounded to BF16: the gradient of activated values, not yet times w.
+3. a_r is recomputed from the saved gate and up. The gradient of w is dw_r = <dA_r, a_r>, and
+   d[gate | up]_r = w dA_r da/d[gate | up], quantized to 1x128, gate and up separately.
+4. dX_r = d[gate | up]_r W_gate_up, rounded to BF16. dX_t is the sum over the rows of t, in FP32
+   and in the order of the choices.
 """
 
 import math
@@ -41,7 +41,7 @@ from .expert_parts import Choices, Combine, TransposedWeights, results_layout
 from .experts_records import BACKWARD_INPUTS, describe_experts_backward, num_parts_of
 from .feed_forward_backward import through_swiglu
 from .parts import split
-from .swiglu import lies_as_read, saved_as_read
+from .swiglu import is_readable, readable_saved
 from .swiglu_rows import weights_of_rows
 from .transposed import transposed
 
@@ -50,15 +50,14 @@ Gradients = tuple[torch.Tensor, torch.Tensor]  # of hidden states, of top_k_weig
 
 
 class ExpertsBackwardInputs(NamedTuple):
-    """What `experts_backward` takes.
+    """The inputs of `experts_backward`.
 
-    grad: [T, H] bf16, fp16 or fp32, that of the result; it is quantized to 1x128. Or e4m3, codes as
-        `quantize_gradient_1x128` gives them, with the same bits as of what was quantized.
-    gate_up: what `experts_saving` gave, bf16 [T k, 2, I], or its codes e4m3 [2 T k, I].
-    gate_up_scale_inv: fp32 [2 T k, ceil(I/128)], those of the codes; None for bf16.
-    keeps: whether transposed weights are kept on a GPU, see `transposed`.
-    grad_scale_inv: fp32 [T, ceil(H/128)], the scales of an e4m3 `grad`, in any strides; None for
-        others.
+    grad: [T, H], the gradient of the result: bf16, fp16 or fp32, quantized to 1x128. Or e4m3 codes
+        from `quantize_gradient_1x128`, with the same result, bit for bit.
+    gate_up: saved by `experts_saving`, bf16 [T k, 2, I], or its codes, e4m3 [2 T k, I].
+    gate_up_scale_inv: fp32 [2 T k, ceil(I/128)], the scales of the codes; None for bf16.
+    keep_transposed: whether transposed weights are kept on a GPU, see `transposed`.
+    grad_scale_inv: fp32 [T, ceil(H/128)], any strides: the scales of an e4m3 `grad`; else None.
     The others: as in `ExpertsInputs`.
     """
 
@@ -72,7 +71,7 @@ class ExpertsBackwardInputs(NamedTuple):
     down_proj: torch.Tensor
     down_proj_scale_inv: torch.Tensor
     swiglu_limit: float | None
-    keeps: bool | None
+    keep_transposed: bool | None
     expert_offset: int = 0
     num_global_experts: int | None = None
     grad_scale_inv: torch.Tensor | None = None
@@ -125,22 +124,22 @@ def _body(inputs: ExpertsBackwardInputs) -> Gradients:
     if scale_inv is None:
         data, scale_inv = quantize_1x128(grad, min_amax=MIN_GRADIENT_AMAX)
     data, scale_inv = (dispatch_rows(x, row_to_token) for x in (data, scale_inv))
-    rows, of_rows = grad.new_zeros(num_rows, h, dtype=torch.bfloat16), weight_of_row * 0
+    rows, products = grad.new_zeros(num_rows, h, dtype=torch.bfloat16), weight_of_row * 0
     for expert, (begin, end) in enumerate(pairwise(expert_offsets.tolist())):
         if begin == end:
             continue
-        of_down = down_proj[expert].mT, down_scales[expert].mT
-        of_activated = block_scaled_matmul(data[begin:end], scale_inv[begin:end], *of_down)
+        down_weights = down_proj[expert].mT, down_scales[expert].mT
+        grad_activated = block_scaled_matmul(data[begin:end], scale_inv[begin:end], *down_weights)
         halves = gate_up_proj[expert].split(i), gate_up_proj_scales[expert].split(num_blocks(i))
-        rows[begin:end], of_rows[begin:end] = through_swiglu(
-            of_activated.bfloat16(),
+        rows[begin:end], products[begin:end] = through_swiglu(
+            grad_activated.bfloat16(),
             gate_up[begin:end],
             weight_of_row[begin:end, None],
             list(zip(*halves, strict=True)),
             inputs.swiglu_limit,
         )
-    of_weights = of_rows[token_to_row.clamp(min=0)].masked_fill(token_to_row < 0, 0.0)
-    return combine_rows(rows, token_to_row, is_first), of_weights
+    grad_weights = products[token_to_row.clamp(min=0)].masked_fill(token_to_row < 0, 0.0)
+    return combine_rows(rows, token_to_row, is_first), grad_weights
 
 
 def _launch(inputs: ExpertsBackwardInputs) -> Gradients:
@@ -152,42 +151,42 @@ def _launch(inputs: ExpertsBackwardInputs) -> Gradients:
 def _launch_into(
     inputs: ExpertsBackwardInputs,
     dx: torch.Tensor,
-    of_weights: torch.Tensor,
+    grad_weights: torch.Tensor,
     num_parts: int,
     combine: Combine | None = None,
     word: int = 0,
 ) -> None:
     """`experts_backward` on the current stream; nothing waits for it.
 
-    num_parts: in how many parts tokens are computed, as in the forward.
-    combine: stands for `describe_combine`; `dx` is then what it needs, and there is one part.
+    num_parts: the number of parts in which tokens are computed, as in the forward.
+    combine: replaces `describe_combine`, and takes `dx`; there is one part.
     word: a number for the kernel of `combine`, which may differ from call to call.
     """
     if 0 in (*inputs.top_k_index.shape, *inputs.down_proj.shape):
         _check(inputs)
         dx.zero_()
-        of_weights.zero_()
+        grad_weights.zero_()
         return
     weights = (
-        transposed(inputs.down_proj, inputs.keeps),
+        transposed(inputs.down_proj, inputs.keep_transposed),
         inputs.down_proj_scale_inv.mT,
-        transposed(inputs.gate_up_proj, inputs.keeps, parts=2),
+        transposed(inputs.gate_up_proj, inputs.keep_transposed, parts=2),
         inputs.gate_up_proj_scale_inv.mT,
     )
     grad = inputs.grad
     if grad.stride(1) != 1:
         grad = grad.contiguous()
     gate_up, scales = inputs.gate_up, inputs.gate_up_scale_inv
-    if not lies_as_read(gate_up, scales):
+    if not is_readable(gate_up, scales):
         _check(inputs)
-        gate_up, scales = saved_as_read(gate_up, scales)
+        gate_up, scales = readable_saved(gate_up, scales)
     inputs = inputs._replace(grad=grad, gate_up=gate_up, gate_up_scale_inv=scales)
     if num_parts == 1:
-        _launch_part(inputs, weights, dx, of_weights, combine, word)
+        _launch_part(inputs, weights, dx, grad_weights, combine, word)
         return
-    cut = inputs.grad, inputs.top_k_index, inputs.top_k_weights, dx, of_weights
+    cut = inputs.grad, inputs.top_k_index, inputs.top_k_weights, dx, grad_weights
     saved = inputs.gate_up, inputs.gate_up_scale_inv, inputs.grad_scale_inv
-    for *tokens, part_dx, part_of_weights, rows, row_scales, grad_scales in split(
+    for *tokens, part_dx, part_grad_weights, rows, row_scales, grad_scales in split(
         num_parts, len(inputs.grad), *cut, *saved
     ):
         part = inputs._replace(
@@ -198,7 +197,7 @@ def _launch_into(
             gate_up_scale_inv=row_scales,
             grad_scale_inv=grad_scales,
         )
-        _launch_part(part, weights, part_dx, part_of_weights)
+        _launch_part(part, weights, part_dx, part_grad_weights)
 
 
 def sizes_of(inputs: ExpertsBackwardInputs) -> Sizes:
@@ -211,7 +210,7 @@ def _launch_part(
     inputs: ExpertsBackwardInputs,
     weights: tuple[torch.Tensor, ...],
     dx: torch.Tensor,
-    of_weights: torch.Tensor,
+    grad_weights: torch.Tensor,
     combine: Combine | None = None,
     word: int = 0,
 ) -> None:
@@ -232,16 +231,16 @@ def _launch_part(
         combine,
         driver.max_sms,
     )
-    found = driver.prepared().get(key)
-    if found is None:
+    prepared = driver.prepared().get(key)
+    if prepared is None:
         _check(inputs)
-        found = driver.keep(key, _prepare(inputs, weights, dx.data_ptr(), combine))
+        prepared = driver.keep(key, _prepare(inputs, weights, dx.data_ptr(), combine))
     saved_scales = 0 if scales is None else scales.data_ptr()
-    of_grad = 0 if grad_scales is None else grad_scales.data_ptr()
-    addresses = [x.data_ptr() for x in (*weights, dx, of_weights)]
+    grad_scales_address = 0 if grad_scales is None else grad_scales.data_ptr()
+    addresses = [x.data_ptr() for x in (*weights, dx, grad_weights)]
     saved = gate_up.data_ptr(), saved_scales
     tokens = grad.data_ptr(), ids.data_ptr(), top_k_weights.data_ptr()
-    found(grad.get_device(), (*tokens, *saved, *addresses, of_grad, word))
+    prepared(grad.get_device(), (*tokens, *saved, *addresses, grad_scales_address, word))
 
 
 def _prepare(
@@ -286,26 +285,26 @@ experts_backward = register_inputs(
     fake=_allocate,
     hopper=_launch,
 )
-"""`ExpertsBackwardInputs` -> bf16 [T, H] and fp32 [T, k], as the head of this file says.
+"""`ExpertsBackwardInputs` -> bf16 dX [T, H] and fp32 dw [T, k]; the head of this file has formulas.
 
-A choice that is held elsewhere has a gradient of exactly 0, and choices that share a row have the
-same one. On a Hopper GPU, what a token gets does not depend on the other tokens, bit for bit."""
+A choice of an expert held elsewhere has a gradient of exactly 0; choices that share a row have the
+same gradient. On a Hopper GPU, those of a token do not depend on other tokens, bit for bit."""
 
 
 def gradients_run_as_a_whole(inputs: ExpertsBackwardInputs) -> bool:
-    """Whether a Hopper GPU has all tokens in one part, as `launch_combining_gradients` needs."""
+    """Whether a Hopper GPU has one part, as `launch_combining_gradients` needs."""
     return num_parts_of(sizes_of(inputs), saves=True) == 1
 
 
 def launch_combining_gradients(
     inputs: ExpertsBackwardInputs, combine: Combine, word: int, out: torch.Tensor
 ) -> None:
-    """`experts_backward` on a Hopper GPU, where `combine` sums the rows of tokens and brings them
-    elsewhere, and the gradients of weights with them; see `gradients_run_as_a_whole`.
+    """`experts_backward` on a Hopper GPU, where `combine` sums the rows of tokens, and sends sums
+    and gradients of weights elsewhere; see `gradients_run_as_a_whole`.
 
     word: a number for the kernel of `combine`, which may differ from call to call.
-    out: what it takes for the result.
+    out: the output argument of `combine`.
     """
     weights = inputs.top_k_weights
-    of_weights = weights.new_empty(weights.shape, dtype=torch.float32)
-    _launch_into(inputs, out, of_weights, 1, combine, word)
+    grad_weights = weights.new_empty(weights.shape, dtype=torch.float32)
+    _launch_into(inputs, out, grad_weights, 1, combine, word)

@@ -1,25 +1,25 @@
-"""What experts launch on a Hopper GPU, forward and backward: kernels in a row.
+"""The kernels of routed experts on a Hopper GPU, forward and backward, in order.
 
 T tokens, k choices each, E experts, H hidden, I intermediate, R rows. A forward:
 
-1. `routing/dispatch.cu` plans the routing, quantizes every token once, unless it comes as codes,
-   and copies it to its rows: one kernel, or two for many choices.
+1. `routing/dispatch.cu` plans the routing, quantizes every token once, unless tokens are codes, and
+   copies each to its rows: one kernel, or two for many choices.
 2. `gemm.cu`: gate and up, SwiGLU, quantization (`config.gate_up`).
 3. `gemm.cu`: down.
 4. `routing/combine.cu`: the weighted sum of every token's rows, to which `addend` is added.
 
-A backward, before which a weight whose transpose is not kept is transposed:
+A backward, which first transposes each weight if no transpose of it is kept:
 
-1. `routing/dispatch.cu` plans the routing as the forward did, and quantizes the gradient of every
-   token likewise.
+1. `routing/dispatch.cu` plans the routing as the forward did, and quantizes the gradient of
+   every token.
 2. `gemm.cu` with W_down^T.
 3. `swiglu_backward.cu`: the activation again, the gradients of scores, of gate and of up.
 4. `gemm.cu` with W_gate_up^T.
 5. `routing/combine.cu`: the sum of every token's rows, in a fixed order.
 
-Each is launched before the one before it ends, and waits where it needs its results: the code of
-the next kernel and its first weights are on their way meanwhile. None waits for the host. What the
-kernels leave for each other is in one workspace. Its size grows with T; a large T is split.
+Each kernel starts before the previous one ends, and waits where it needs its results: so its code
+and its first weights load in the meantime. None waits for the host. Intermediate results are in one
+workspace, whose size grows with T; a large T is split.
 """
 
 import math
@@ -45,11 +45,11 @@ from ..routing.combine import describe_combine
 from ..routing.dispatch import describe_dispatch
 from .expert_configs import Sizes, describe_backward_configs, describe_configs, matrix_of
 from .expert_parts import (
-    GIVEN,
+    BF16_CALL,
+    CallTensors,
     Choices,
     Combine,
     ExpertWeights,
-    Given,
     TransposedWeights,
     describe_rows_gemm,
 )
@@ -84,13 +84,13 @@ def describe_experts(
     saved: Place | None = None,
     combine: Combine | None = None,
 ) -> None:
-    """The steps of a forward, as the head of this file says.
+    """Add the steps of a forward to r; the head of this file lists them.
 
     Args:
         x: [T, H], columns contiguous; e4m3 with x_scales, fp32 [T, ceil(H/128)].
         y, addend: bf16 [T, H], contiguous.
         saved: memory for gate and up [T k, 2, I], which a backward needs, or None.
-        combine: stands for `describe_combine`.
+        combine: replaces `describe_combine`.
     """
     matrices, num_rows = matrix_of(sizes)
     h, i = sizes.hidden_size, sizes.intermediate_size
@@ -132,7 +132,10 @@ def describe_experts(
 
 
 def experts_record(
-    sizes: Sizes, given: Given = GIVEN, target: Target = ANY_TARGET, span: Span | None = None
+    sizes: Sizes,
+    tensors: CallTensors = BF16_CALL,
+    target: Target = ANY_TARGET,
+    span: Span | None = None,
 ) -> Record:
     """The record of a forward of contiguous tensors."""
     e, h, i = sizes[2:5]
@@ -141,21 +144,21 @@ def experts_record(
     describe_experts(
         r,
         sizes,
-        given.tokens("x", sizes),
-        given.choices(sizes),
+        tensors.tokens("x", sizes),
+        tensors.choices(sizes),
         ExpertWeights(gate, up, Codes.contiguous("down", e, h, i)),
-        given.results("y", sizes),
-        x_scales=given.scales("x_scales", sizes),
-        saved=None if given.saved is None else Place("saved"),
+        tensors.results("y", sizes),
+        x_scales=tensors.scales("x_scales", sizes),
+        saved=None if tensors.saved is None else Place("saved"),
     )
     return r
 
 
-def experts_kernels(target: Target, sizes: Sizes, given: Given) -> Iterator[Kernel]:
-    """The kernels of a forward for up to as many tokens as `sizes` says."""
+def experts_kernels(target: Target, sizes: Sizes, tensors: CallTensors) -> Iterator[Kernel]:
+    """The kernels of a forward for up to `sizes.num_tokens` tokens."""
 
     def describe(span: Span) -> Record:
-        return experts_record(sizes._replace(num_tokens=span.first), given, target, span)
+        return experts_record(sizes._replace(num_tokens=span.first), tensors, target, span)
 
     return kernels_of(describe, sizes.num_tokens)
 
@@ -178,7 +181,7 @@ def describe_experts_backward(
     expert_offset: int,
     combine: Combine | None,
 ) -> None:
-    """The steps of a backward, as the head of this file says.
+    """Add the steps of a backward to r; the head of this file lists them.
 
     The gradients of scores go to the input "grad_weights", fp32 [T, k].
 
@@ -186,7 +189,7 @@ def describe_experts_backward(
         grad: [T, H], columns contiguous; e4m3 with grad_scales, fp32 [T, ceil(H/128)].
         saved, saved_scales: as in `describe_swiglu_backward`.
         dx: bf16 [T, H], contiguous.
-        combine: stands for `describe_combine`.
+        combine: replaces `describe_combine`.
     """
     num_rows, h, i = sizes.num_tokens * sizes.top_k, sizes.hidden_size, sizes.intermediate_size
     first, second = describe_backward_configs(r, sizes)
@@ -242,25 +245,28 @@ def describe_experts_backward(
 
 
 def experts_backward_record(
-    sizes: Sizes, given: Given = GIVEN, target: Target = ANY_TARGET, span: Span | None = None
+    sizes: Sizes,
+    tensors: CallTensors = BF16_CALL,
+    target: Target = ANY_TARGET,
+    span: Span | None = None,
 ) -> Record:
     """The record of a backward of contiguous tensors."""
     e, h, i = sizes[2:5]
-    saved, saved_scales = given.saved_tensors(sizes)
+    saved, saved_scales = tensors.saved_tensors(sizes)
     r = Record(target, BACKWARD_INPUTS, span=span)
     describe_experts_backward(
         r,
         sizes,
-        grad=given.tokens("grad", sizes),
-        grad_scales=given.scales("grad_scales", sizes),
-        choices=given.choices(sizes),
+        grad=tensors.tokens("grad", sizes),
+        grad_scales=tensors.scales("grad_scales", sizes),
+        choices=tensors.choices(sizes),
         saved=saved,
         saved_scales=saved_scales,
         weights=TransposedWeights(
             Codes.contiguous("down", e, i, h),
             Codes.contiguous("gate_up", e, h, 2 * round_up(i, BLOCK)),
         ),
-        dx=given.results("dx", sizes),
+        dx=tensors.results("dx", sizes),
         limit=math.inf,
         expert_offset=0,
         combine=None,
@@ -268,12 +274,14 @@ def experts_backward_record(
     return r
 
 
-def experts_backward_kernels(target: Target, sizes: Sizes, given: Given) -> Iterator[Kernel]:
-    """The kernels of a backward for up to as many tokens as `sizes` says, W^T apart."""
+def experts_backward_kernels(
+    target: Target, sizes: Sizes, tensors: CallTensors
+) -> Iterator[Kernel]:
+    """The kernels of a backward for up to `sizes.num_tokens` tokens, but those that make W^T."""
 
     def describe(span: Span) -> Record:
         some = sizes._replace(num_tokens=span.first)
-        return experts_backward_record(some, given, target, span)
+        return experts_backward_record(some, tensors, target, span)
 
     return kernels_of(describe, sizes.num_tokens)
 
@@ -282,8 +290,8 @@ def experts_backward_kernels(target: Target, sizes: Sizes, given: Given) -> Iter
 
 
 def num_parts_of(sizes: Sizes, *, saves: bool) -> int:
-    """In how many parts a forward is computed, 0 if there is nothing to compute.
+    """The number of parts of a forward; 0 if there is nothing to compute.
 
-    saves: a backward follows, which has the same parts.
+    saves: a backward follows, with the same parts.
     """
     return parts_of(sizes, experts_record, *([experts_backward_record] if saves else []))

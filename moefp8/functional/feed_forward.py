@@ -46,10 +46,10 @@ _OP = "feed_forward"
 
 
 class FeedForwardInputs(NamedTuple):
-    """What `feed_forward` takes.
+    """The inputs of `feed_forward`.
 
-    x: [T, H] bf16, fp16 or fp32; it is quantized to 1x128, and so are the activated values.
-    gate, up: e4m3 [I, H]. down: e4m3 [H, I]. Each has fp32 scales of its 128x128 blocks.
+    x: [T, H] bf16, fp16 or fp32, quantized to 1x128; so are the activated values.
+    gate, up: e4m3 [I, H]. down: e4m3 [H, I]. Each has fp32 scales of 128x128 blocks.
     swiglu_limit: see `swiglu`.
     batch_invariant: a row of the result has the same bits whatever T is, see `fp8_gemm_nt`.
     """
@@ -106,7 +106,7 @@ _INPUTS = (
 def _launch(inputs: FeedForwardInputs, gate_up: torch.Tensor | None = None) -> torch.Tensor:
     """`feed_forward` on a Hopper GPU: three kernels on the current stream; nothing waits for them.
 
-    Each starts while the one before it ends, and loads weights meanwhile, as in linear.py.
+    Each starts before the previous one ends, and loads weights in the meantime, as in linear.py.
     """
     y = _allocate(inputs)
     if y.numel() == 0 or inputs.gate.shape[0] == 0:
@@ -117,25 +117,25 @@ def _launch(inputs: FeedForwardInputs, gate_up: torch.Tensor | None = None) -> t
 def _launch_into(
     y: torch.Tensor, inputs: FeedForwardInputs, gate_up: torch.Tensor | None
 ) -> torch.Tensor:
-    """Write y [T, H], contiguous, which has elements."""
+    """Write y [T, H], contiguous and not empty."""
     tensors, driver = inputs[:7], current_driver()
     key = (
         (_OP, *[layout_of(x) for x in tensors]),
         tuple([x.data_ptr() % 16 for x in tensors]),
         (gate_up is None, inputs.swiglu_limit, inputs.batch_invariant, driver.max_sms),
     )
-    found = prepared(key, lambda: _prepare(y, inputs, gate_up))
-    if not found.launches:
+    entry = prepared(key, lambda: _prepare(y, inputs, gate_up))
+    if not entry.launches:
         return _launch_copies(y, inputs, gate_up)
     saved = 0 if gate_up is None else gate_up.data_ptr()
-    found(y.get_device(), (*[x.data_ptr() for x in (*tensors, y)], saved))
+    entry(y.get_device(), (*[x.data_ptr() for x in (*tensors, y)], saved))
     return y
 
 
 def _launch_copies(
     y: torch.Tensor, inputs: FeedForwardInputs, gate_up: torch.Tensor | None
 ) -> torch.Tensor:
-    """The same by way of copies that the kernels can address; H becomes a multiple of 16."""
+    """Copy operands so that kernels can address them, H padded to a multiple of 16, then launch."""
     more = -inputs.x.shape[1] % 16
     gate, up = (fitting(pad(w, (0, more))) for w in (inputs.gate, inputs.up))
     fit = inputs._replace(
@@ -152,7 +152,7 @@ def _launch_copies(
 
 
 def pad(x: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
-    """x with zeros after its end, as `torch.nn.functional.pad` adds them, or x itself."""
+    """`torch.nn.functional.pad` with zeros, also for e4m3; x itself if there is nothing to add."""
     if not any(sizes):
         return x
     if x.dtype != E4M3:
@@ -161,7 +161,7 @@ def pad(x: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
 
 
 def _prepare(y: torch.Tensor, inputs: FeedForwardInputs, gate_up: torch.Tensor | None) -> Launches:
-    """The launches of all kernels; none where operands must be copied."""
+    """The launches of all kernels; none if operands must be copied."""
     x, gate, gate_scales, up, up_scales, down, down_scales, limit, batch_invariant = inputs
     are_alike = gate.stride() == up.stride() and gate_scales.stride() == up_scales.stride()
     can_address = all(map(fits, (gate, up, down)))
@@ -236,9 +236,9 @@ def feed_forward_kernels(
     saves: bool,
     batch_invariant: bool = False,
 ) -> Iterator[Kernel]:
-    """The kernels for up to so many tokens of that dtype, at any address.
+    """The kernels for up to `most_tokens` tokens of that dtype, at any address.
 
-    saves: those of `feed_forward_saving`.
+    saves: for `feed_forward_saving`.
     """
     h, i = hidden_size, intermediate_size
 
@@ -264,10 +264,10 @@ feed_forward = register_inputs(
     _OP, FeedForwardInputs, "Tensor", cpu=_body, fake=_allocate, hopper=_launch
 )
 """`FeedForwardInputs` -> bf16 [T, H]. Raises TypeError, ValueError, naming the argument, the rule
-and what came."""
+and the value."""
 
 
-# ---- What a backward needs ----
+# ---- Saving for a backward ----
 
 Saving = tuple[torch.Tensor, torch.Tensor]  # the result, gate_up
 
@@ -300,5 +300,5 @@ feed_forward_saving = register_inputs(
     fake=_allocate_saving,
     hopper=_launch_saving,
 )
-"""`feed_forward`, the same to the bit, and what `feed_forward_backward` takes: gate and up of each
-token, as they are before SwiGLU, rounded to BF16: [T, 2, I]."""
+"""`feed_forward`, bit for bit, and for `feed_forward_backward` gate and up of each token before
+SwiGLU, rounded to BF16: [T, 2, I]."""

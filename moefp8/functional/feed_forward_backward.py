@@ -1,7 +1,7 @@
 """The gradient of a SwiGLU feed-forward in its input. T tokens, H hidden, I intermediate.
 
-As in experts_backward.py, without a choice: dA = dO W_down is rounded to BF16; d[gate | up] is
-quantized to 1x128, gate and up apart; dX = d[gate | up] W_gate_up.
+As in experts_backward.py, but without choices: dA = dO W_down is rounded to BF16; d[gate | up] is
+quantized to 1x128, gate and up separately; dX = d[gate | up] W_gate_up.
 """
 
 import math
@@ -33,18 +33,18 @@ from ..quant.numerics import quantize_1x128
 from ..quant.quantize import describe_quantize
 from .autograd import first_order, no_gradients, records
 from .feed_forward import FeedForwardInputs, feed_forward, feed_forward_saving, pad
-from .swiglu import as_saved, describe_swiglu_backward, swiglu_grad
+from .swiglu import describe_swiglu_backward, in_saved_layout, swiglu_grad
 from .transposed import transposed, transposed_side_by_side
 
 _OP = "feed_forward_backward"
 
 
 class FeedForwardBackwardInputs(NamedTuple):
-    """What `feed_forward_backward` takes.
+    """The inputs of `feed_forward_backward`.
 
-    grad: [T, H] bf16, fp16 or fp32, that of the result; it is quantized to 1x128.
-    gate_up: bf16 [T, 2, I], what `feed_forward_saving` gave.
-    keeps: whether transposed weights are kept on a GPU, see `transposed`.
+    grad: [T, H] bf16, fp16 or fp32, the gradient of the result; it is quantized to 1x128.
+    gate_up: bf16 [T, 2, I], saved by `feed_forward_saving`.
+    keep_transposed: whether transposed weights are kept on a GPU, see `transposed`.
     The others: as in `FeedForwardInputs`.
     """
 
@@ -57,7 +57,7 @@ class FeedForwardBackwardInputs(NamedTuple):
     down: torch.Tensor
     down_scale_inv: torch.Tensor
     swiglu_limit: float | None
-    keeps: bool | None
+    keep_transposed: bool | None
     batch_invariant: bool = False
 
 
@@ -78,14 +78,14 @@ def _body(inputs: FeedForwardBackwardInputs) -> torch.Tensor:
     grad, gate_up, gate, gate_scale_inv, up, up_scale_inv, down, down_scale_inv, *_ = inputs
     limit, exact = inputs.swiglu_limit, inputs.batch_invariant
     quantized = quantize_1x128(grad, min_amax=MIN_GRADIENT_AMAX)
-    of_activated = block_scaled_matmul(*quantized, down.mT, down_scale_inv.mT, exact=exact)
+    grad_activated = block_scaled_matmul(*quantized, down.mT, down_scale_inv.mT, exact=exact)
     halves = (gate, gate_scale_inv), (up, up_scale_inv)
-    of_x, _ = through_swiglu(of_activated.bfloat16(), gate_up, 1.0, halves, limit, exact=exact)
-    return dx.copy_(of_x)
+    grad_x, _ = through_swiglu(grad_activated.bfloat16(), gate_up, 1.0, halves, limit, exact=exact)
+    return dx.copy_(grad_x)
 
 
 def through_swiglu(
-    of_activated: torch.Tensor,
+    grad_activated: torch.Tensor,
     gate_up: torch.Tensor,
     weights: torch.Tensor | float,
     halves: Sequence[tuple[torch.Tensor, torch.Tensor]],
@@ -93,17 +93,17 @@ def through_swiglu(
     *,
     exact: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The numerics behind the first GEMM, in PyTorch: fp32 dX [R, H] and `<dA, a>` [R].
+    """The steps after the first GEMM, in PyTorch: fp32 dX [R, H] and `<dA, a>` [R].
 
-    of_activated: dA, bf16 [R, I]. gate_up: [R, 2, I]. weights: of each row [R, 1].
+    grad_activated: dA, bf16 [R, I]. gate_up: [R, 2, I]. weights: [R, 1], one a row.
     halves: the weights of gate and of up, e4m3 [I, H], and their scales.
     exact: as in `block_scaled_matmul`.
     """
-    grad, (gate, up) = of_activated.float(), gate_up.float().unbind(1)
-    *of_halves, activated = swiglu_grad(grad * weights, gate, up, limit)
+    grad, (gate, up) = grad_activated.float(), gate_up.float().unbind(1)
+    *grad_halves, activated = swiglu_grad(grad * weights, gate, up, limit)
     dx = torch.zeros((), device=grad.device)
-    for of_half, (weight, scale_inv) in zip(of_halves, halves, strict=True):
-        q = quantize_1x128(of_half, min_amax=MIN_GRADIENT_AMAX)
+    for grad_half, (weight, scale_inv) in zip(grad_halves, halves, strict=True):
+        q = quantize_1x128(grad_half, min_amax=MIN_GRADIENT_AMAX)
         dx = dx + block_scaled_matmul(*q, weight.mT, scale_inv.mT, exact=exact)
     return dx, (grad * activated).sum(-1)
 
@@ -114,16 +114,16 @@ _INPUTS = "grad", "saved", "down", "down_scales", "gate_up", "gate_up_scales", "
 def _launch(inputs: FeedForwardBackwardInputs) -> torch.Tensor:
     """On a Hopper GPU: quantize, GEMM, `swiglu_backward.cu`, GEMM; nothing waits for them."""
     dx = _allocate(inputs)
-    grad, keeps, (h, i) = inputs.grad, inputs.keeps, inputs.down.shape
+    grad, keep, (h, i) = inputs.grad, inputs.keep_transposed, inputs.down.shape
     if dx.numel() == 0 or i == 0:
         return dx.zero_()
     more = -h % 16
     tensors = (
         (pad(grad, (0, more)) if grad.stride(1) == 1 else pad(grad, (0, more)).contiguous()),
-        as_saved(inputs.gate_up),
-        fitting(pad(transposed(inputs.down, keeps), (0, more))),
+        in_saved_layout(inputs.gate_up),
+        fitting(pad(transposed(inputs.down, keep), (0, more))),
         inputs.down_scale_inv.mT,
-        fitting(pad(transposed_side_by_side(inputs.gate, inputs.up, keeps), (0, 0, 0, more))),
+        fitting(pad(transposed_side_by_side(inputs.gate, inputs.up, keep), (0, 0, 0, more))),
         torch.cat([inputs.gate_scale_inv, inputs.up_scale_inv]).mT,
         torch.empty_like(pad(dx, (0, more))) if more else dx,
     )
@@ -131,13 +131,13 @@ def _launch(inputs: FeedForwardBackwardInputs) -> torch.Tensor:
     options = limit, inputs.batch_invariant
     layouts_of_call = tuple([layout_of(x) for x in tensors]), tensors[0].data_ptr() % 16
     key = (_OP, *layouts_of_call, *options, current_driver().max_sms)
-    found = prepared(key, lambda: _prepare(tensors, *options))
-    found(grad.get_device(), tuple([x.data_ptr() for x in tensors]))
+    launches = prepared(key, lambda: _prepare(tensors, *options))
+    launches(grad.get_device(), tuple([x.data_ptr() for x in tensors]))
     return dx.copy_(tensors[-1][:, :h]) if more else dx
 
 
 def _prepare(tensors: Sequence[torch.Tensor], limit: float, batch_invariant: bool) -> Launches:
-    """tensors: those of a call, in the order of its addresses."""
+    """tensors: of a call, in the order of `_INPUTS`."""
     grad, saved, down, down_scales, gate_up, gate_up_scales, dx = tensors
     device_index = grad.get_device()
     r = Record(target_of(device_index), _INPUTS)
@@ -165,7 +165,7 @@ def describe_backward(
     limit: float = math.inf,
     batch_invariant: bool = False,
 ) -> None:
-    """Quantize grad [T, H], multiply it by W_down^T, go through SwiGLU, multiply by W_gate_up^T.
+    """Quantize grad [T, H], multiply by W_down^T, differentiate SwiGLU, multiply by W_gate_up^T.
 
     Args:
         grad: columns contiguous; 16 divides H.
@@ -194,7 +194,7 @@ def backward_kernels(
     *,
     batch_invariant: bool = False,
 ) -> Iterator[Kernel]:
-    """The kernels of a backward of BF16 gradients for up to so many tokens, W^T apart."""
+    """The kernels for up to `most_tokens` BF16 gradients, but those that make W^T."""
     h, i = hidden_size, intermediate_size
 
     def describe(span: Span, alignment: int) -> Record:
@@ -217,7 +217,7 @@ def backward_kernels(
 feed_forward_backward = register_inputs(
     _OP, FeedForwardBackwardInputs, "Tensor", cpu=_body, fake=_allocate, hopper=_launch
 )
-"""`FeedForwardBackwardInputs` -> bf16 [T, H], as the head of this file says."""
+"""`FeedForwardBackwardInputs` -> bf16 dX [T, H]; the head of this file has the formulas."""
 
 
 # ---- Autograd ----
@@ -225,34 +225,34 @@ feed_forward_backward = register_inputs(
 
 class _FeedForward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, layer: str, keeps: bool | None, *inputs: Any) -> torch.Tensor:
-        told = FeedForwardInputs(*inputs)
+    def forward(ctx: Any, layer: str, keep_transposed: bool | None, *args: Any) -> torch.Tensor:
+        inputs = FeedForwardInputs(*args)
         y, gate_up = feed_forward_saving(*inputs)
         ctx.save_for_backward(gate_up, *inputs[1:7])
-        ctx.layer, ctx.dtype = layer, told.x.dtype
-        ctx.options = told.swiglu_limit, keeps, told.batch_invariant
+        ctx.layer, ctx.dtype = layer, inputs.x.dtype
+        ctx.options = inputs.swiglu_limit, keep_transposed, inputs.batch_invariant
         return y
 
     @staticmethod
     @first_order
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         saved, (needs_x, *needed, _, _) = ctx.saved_tensors, ctx.needs_input_grad[2:]
-        of_weights = no_gradients(grad, ctx.layer, needed, saved[1:])
+        grad_weights = no_gradients(grad, ctx.layer, needed, saved[1:])
         dx = feed_forward_backward(grad, *saved, *ctx.options).to(ctx.dtype) if needs_x else None
-        return None, None, dx, *of_weights, None, None
+        return None, None, dx, *grad_weights, None, None
 
 
 def shared_experts(
-    layer: str, inputs: FeedForwardInputs, keeps: bool | None = None
+    layer: str, inputs: FeedForwardInputs, keep_transposed: bool | None = None
 ) -> torch.Tensor:
     """`feed_forward` -> bf16 [T, H], with a gradient in x.
 
-    layer: who is named if a gradient of a weight is wanted, which is an error.
-    keeps: see `transposed`.
+    layer: the name in the error that a wanted gradient of a weight raises.
+    keep_transposed: see `transposed`.
     """
     y: torch.Tensor
     if records(layer, *inputs):
-        y = _FeedForward.apply(layer, keeps, *inputs)
+        y = _FeedForward.apply(layer, keep_transposed, *inputs)
     else:
         y = feed_forward(*inputs)
     return y

@@ -1,6 +1,6 @@
 """Grouped products of BF16 rows, by PyTorch. R rows, E experts, r rank.
 
-PyTorch's grouped GEMM computes them on a Hopper GPU. It wants rows of multiples of 16 bytes.
+PyTorch's grouped GEMM computes them on a Hopper GPU. It needs rows of multiples of 16 bytes.
 """
 
 from functools import partial
@@ -20,9 +20,9 @@ _padded = partial(zero_padded, multiple=_ALIGNED)
 
 
 class AddInputs(NamedTuple):
-    """What `add_low_rank` takes.
+    """The inputs of `add_low_rank`.
 
-    y: bf16 [R, ...] with N elements in each row, which are added to. x: bf16 [R, K].
+    y: bf16 [R, ...], N elements a row; the op adds to it. x: bf16 [R, K].
     a: bf16 [E, r, K]. b: bf16 [E, N, r]. expert_offsets: int32 [E + 1], from 0 on.
     """
 
@@ -42,7 +42,7 @@ class OuterInputs(NamedTuple):
     expert_offsets: torch.Tensor
 
 
-# ---- What an adapter adds ----
+# ---- The product of an adapter ----
 
 
 def _check_add(inputs: AddInputs) -> None:
@@ -75,7 +75,7 @@ def _add(inputs: AddInputs) -> torch.Tensor:
 
 
 def _launch_add(inputs: AddInputs) -> torch.Tensor:
-    """By PyTorch's kernels, on the current stream; nothing waits for them."""
+    """With PyTorch's kernels, on the current stream; nothing waits for them."""
     _check_add(inputs)
     y, x, a, b, scaling, offsets = inputs
     if 0 in (*x.shape, *a.shape, *b.shape):
@@ -95,9 +95,9 @@ def _products(rows: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -
 add_low_rank = register_inputs(
     _ADD, AddInputs, "Tensor", cpu=_add, fake=_allocate_u, hopper=_launch_add
 )
-"""u = scaling * a x of each row, by a of its expert, rounded to BF16 after each product; b u is
-added to y: `AddInputs` -> u, bf16 [R, r]. Expert e has rows [expert_offsets[e],
-expert_offsets[e + 1]); for others y and u are not defined."""
+"""For each row, u = scaling * a x with the a of its expert, then y += b u; products are rounded to
+BF16: `AddInputs` -> u, bf16 [R, r]. Expert e has rows [expert_offsets[e], expert_offsets[e + 1]);
+other rows of y and u are undefined."""
 
 
 # ---- Its gradient ----
@@ -126,18 +126,18 @@ def _launch_outer(inputs: OuterInputs) -> torch.Tensor:
     a, b, offsets = inputs
     if products.numel() == 0 or a.shape[0] == 0:
         return products.zero_()
-    found = _grouped_mm(_fitting(_padded(a, 1)).t(), _fitting(_padded(b, 1)), offsets)
-    return found[:, : a.shape[1], : b.shape[1]].contiguous()
+    products = _grouped_mm(_fitting(_padded(a, 1)).t(), _fitting(_padded(b, 1)), offsets)
+    return products[:, : a.shape[1], : b.shape[1]].contiguous()
 
 
 grouped_outer = register_inputs(
     _OUTER, OuterInputs, "Tensor", cpu=_outer, fake=_allocate_outer, hopper=_launch_outer
 )
-"""bf16 [E, N, K]: `a.T @ b` of the rows of each expert, to which rows of none add nothing, whatever
-they hold: `OuterInputs`."""
+"""`OuterInputs` -> bf16 [E, N, K]: `a.T @ b` of the rows of each expert. Rows of no expert add
+nothing, whatever they hold."""
 
 
-# ---- What both need ----
+# ---- Shared by both ----
 
 
 def _check_offsets(op: str, offsets: torch.Tensor, num_experts: int) -> None:
@@ -152,7 +152,7 @@ def _grouped_mm(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torc
 
 
 def _fitting(x: torch.Tensor) -> torch.Tensor:
-    """x, or a copy if PyTorch's kernel would refuse how it lies."""
+    """x, or a contiguous copy if PyTorch's kernel would refuse its strides or address."""
     inner, outer = sorted(x.stride()[-2:])
     if inner == 1 and outer % _ALIGNED == 0 and x.data_ptr() % 16 == 0:
         return x

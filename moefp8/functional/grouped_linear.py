@@ -1,7 +1,7 @@
-"""A linear of each expert, for rows that are grouped by expert. R rows, K in, N out, E experts.
+"""A linear of each expert, for rows grouped by expert. R rows, K in, N out, E experts.
 
-`experts` does not need it: its GEMMs quantize in between. It is for what has something between
-them, such as adapters or another activation.
+`experts` does not use it, since its GEMMs quantize their own results. Experts with adapters or
+another activation between the GEMMs do.
 """
 
 from typing import Any
@@ -34,9 +34,9 @@ def _backward(
     weight: torch.Tensor,
     scale_inv: torch.Tensor,
     expert_offsets: torch.Tensor,
-    keeps: bool | None,
+    keep_transposed: bool | None,
 ) -> torch.Tensor:
-    weight = transposed(weight, keeps)
+    weight = transposed(weight, keep_transposed)
     return _grouped(grad, weight, scale_inv.mT, expert_offsets, MIN_GRADIENT_AMAX)
 
 
@@ -46,7 +46,7 @@ def _allocate_backward(grad: torch.Tensor, weight: torch.Tensor, *_: Any) -> tor
 
 _grouped_backward = register(
     "grouped_linear_backward(Tensor grad, Tensor weight, Tensor weight_scale_inv, "
-    "Tensor expert_offsets, bool? keeps) -> Tensor",
+    "Tensor expert_offsets, bool? keep_transposed) -> Tensor",
     cpu=_backward,
     fake=_allocate_backward,
     cuda=_backward,
@@ -60,12 +60,12 @@ def _dgrad(
     weight_scale_inv: torch.Tensor,
     expert_offsets: torch.Tensor,
     parts: int,
-    keeps: bool | None,
+    keep_transposed: bool | None,
 ) -> torch.Tensor:
-    of_rows = empty_dgrad(data, scale_inv, weight)
-    b = transposed(weight, keeps, parts), weight_scale_inv.mT
-    m_grouped_fp8_gemm_nt_contiguous((data, scale_inv), b, of_rows, expert_offsets=expert_offsets)
-    return of_rows
+    grad_rows = empty_dgrad(data, scale_inv, weight)
+    b = transposed(weight, keep_transposed, parts), weight_scale_inv.mT
+    m_grouped_fp8_gemm_nt_contiguous((data, scale_inv), b, grad_rows, expert_offsets=expert_offsets)
+    return grad_rows
 
 
 def empty_dgrad(
@@ -78,16 +78,16 @@ def empty_dgrad(
 
 grouped_dgrad = register(
     "grouped_dgrad(Tensor data, Tensor scale_inv, Tensor weight, Tensor weight_scale_inv, "
-    "Tensor expert_offsets, int parts, bool? keeps) -> Tensor",
+    "Tensor expert_offsets, int parts, bool? keep_transposed) -> Tensor",
     cpu=_dgrad,
     fake=empty_dgrad,
     hopper=_dgrad,
     cuda=_dgrad,
 )
-"""bf16 [R, K]: rows times the weight of their expert, where rows are quantized to 1x128 already.
+"""bf16 [R, K]: rows, quantized to 1x128 already, times the weight of their expert.
 
 data, scale_inv: e4m3 [R, N], or [R, parts * (N / parts rounded up to 128)], and fp32 scales.
-weight: e4m3 [E, N, K], of parts whose blocks begin anew. Rows of no expert are not defined."""
+weight: e4m3 [E, N, K]; each part of N has its own blocks. Rows of no expert are undefined."""
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -95,13 +95,13 @@ class _GroupedLinear(torch.autograd.Function):
     def forward(
         ctx: Any,
         layer: str,
-        keeps: bool | None,
+        keep_transposed: bool | None,
         rows: torch.Tensor,
         weight: torch.Tensor,
         weight_scale_inv: torch.Tensor,
         expert_offsets: torch.Tensor,
     ) -> torch.Tensor:
-        ctx.layer, ctx.keeps, ctx.dtype = layer, keeps, rows.dtype
+        ctx.layer, ctx.keep_transposed, ctx.dtype = layer, keep_transposed, rows.dtype
         ctx.save_for_backward(weight, weight_scale_inv, expert_offsets)
         return _grouped(rows, weight, weight_scale_inv, expert_offsets, MIN_AMAX)
 
@@ -109,12 +109,12 @@ class _GroupedLinear(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         needs_rows, *needed, _ = ctx.needs_input_grad[2:]
-        saved = ctx.saved_tensors  # once: checkpointing gives them no second time
-        of_weights = no_gradients(grad, ctx.layer, needed, saved[:2])
-        of_rows = None
+        saved = ctx.saved_tensors  # read once: checkpointing unpacks them only once
+        grad_weights = no_gradients(grad, ctx.layer, needed, saved[:2])
+        grad_rows = None
         if needs_rows:
-            of_rows = _grouped_backward(grad, *saved, ctx.keeps).to(ctx.dtype)
-        return None, None, of_rows, *of_weights, None
+            grad_rows = _grouped_backward(grad, *saved, ctx.keep_transposed).to(ctx.dtype)
+        return None, None, grad_rows, *grad_weights, None
 
 
 def grouped_linear(
@@ -123,25 +123,25 @@ def grouped_linear(
     weight: torch.Tensor,
     weight_scale_inv: torch.Tensor,
     expert_offsets: torch.Tensor,
-    keeps: bool | None = None,
+    keep_transposed: bool | None = None,
 ) -> torch.Tensor:
     """bf16 [R, N]: row r is `rows[r] @ W_e.T` for the expert e of r, and zeros if there is none.
 
     It has a gradient in rows, which is zero for rows of no expert, whatever they hold.
 
     Args:
-        layer: who is named if a gradient of the weight is wanted, which is an error.
+        layer: the name in the error that a wanted gradient of the weight raises.
         rows: [R, K] bf16, fp16 or fp32; they are quantized to 1x128.
         weight: e4m3 [E, N, K]. weight_scale_inv: fp32 [E, ceil(N/128), ceil(K/128)].
         expert_offsets: int32 [E + 1], as in `m_grouped_fp8_gemm_nt_contiguous`.
-        keeps: see `transposed`.
+        keep_transposed: see `transposed`.
 
     Raises TypeError, ValueError as `m_grouped_fp8_gemm_nt_contiguous` does.
     """
     inputs = rows, weight, weight_scale_inv, expert_offsets
     y: torch.Tensor
     if records(layer, *inputs):
-        y = _GroupedLinear.apply(layer, keeps, *inputs)
+        y = _GroupedLinear.apply(layer, keep_transposed, *inputs)
     else:
         y = _grouped(*inputs, MIN_AMAX)
     return y

@@ -1,7 +1,7 @@
 """A linear layer: quantize the activations, then the dense GEMM. M rows, K in, N out.
 
-Its gradient in x is the same with the transposed weight, dX = dY W: dY is quantized to 1x128, and
-with 128x128 blocks the codes and scales of W^T are those of W.
+The gradient in x is a linear with the transposed weight, dX = dY W: dY is quantized to 1x128. With
+128x128 blocks, W^T has the codes and scales of W, transposed.
 """
 
 from collections.abc import Iterator
@@ -46,7 +46,7 @@ _OP = "fp8_linear"
 
 
 class LinearInputs(NamedTuple):
-    """What `fp8_linear` takes.
+    """The inputs of `fp8_linear`.
 
     x: [M, K] bf16, fp16 or fp32; it is quantized to 1x128.
     weight: e4m3 [N, K]. weight_scale_inv: fp32 [ceil(N/128), ceil(K/128)].
@@ -93,9 +93,8 @@ _INPUTS = "x", "weight", "weight_scales", "y", "bias"  # the addresses of a call
 def _launch(inputs: LinearInputs, min_amax: float = MIN_AMAX) -> torch.Tensor:
     """`fp8_linear` on a Hopper GPU: two kernels on the current stream; nothing waits for them.
 
-    The second starts while the first ends, and loads weights and bias meanwhile. That is safe
-    after our own kernel, which lets it start only once what came before is complete, and writes
-    neither.
+    The second starts before the first ends, and loads weights and bias in the meantime. That is
+    safe, since the first writes neither, and lets the second start only after all earlier work.
     """
     x, weight, weight_scale_inv, bias, batch_invariant = inputs
     driver, x_address, weight_address = current_driver(), x.data_ptr(), weight.data_ptr()
@@ -111,25 +110,25 @@ def _launch(inputs: LinearInputs, min_amax: float = MIN_AMAX) -> torch.Tensor:
         min_amax,
         batch_invariant,
     )
-    found = driver.prepared().get(key)
-    if found is None:
+    prepared = driver.prepared().get(key)
+    if prepared is None:
         _allocate(inputs)
-        found = driver.keep(key, _prepare(inputs, min_amax))
+        prepared = driver.keep(key, _prepare(inputs, min_amax))
     (m, _), n = x.shape, weight.shape[0]
     y = torch.empty_strided((m, n), (n, 1), dtype=torch.bfloat16, device=x.device)
-    if not found.launches:
+    if not prepared.launches:
         data, scale_inv = launch_quantize_1x128(x, False, min_amax)
         dense = DenseInputs(data, scale_inv, weight, weight_scale_inv, y, bias, batch_invariant)
         launch_dense(dense, programmatic=True)
         return y
     bias_address = 0 if bias is None else bias.data_ptr()
     addresses = (x_address, weight_address, weight_scale_inv.data_ptr(), y.data_ptr(), bias_address)
-    found(x.get_device(), addresses)
+    prepared(x.get_device(), addresses)
     return y
 
 
 def _prepare(inputs: LinearInputs, min_amax: float) -> Launches:
-    """The launches of both kernels; none where operands must be copied or nothing is to be done."""
+    """The launches of both kernels; none if operands must be copied or there is nothing to do."""
     x, weight, weight_scale_inv, bias, batch_invariant = inputs
     (m, k), n = x.shape, weight.shape[0]
     in_order = x.stride(1) == 1 and (bias is None or bias.is_contiguous())
@@ -178,7 +177,7 @@ def linear_kernels(
     bias: torch.dtype | None = None,
     batch_invariant: bool = False,
 ) -> Iterator[Kernel]:
-    """The kernels of a linear with weights [N, K] for up to so many tokens, aligned or not."""
+    """The kernels with weights [N, K] for up to `most_tokens` tokens, aligned or not."""
 
     def describe(span: Span, alignment: int) -> Record:
         r = Record(target, _INPUTS, span=span)
@@ -199,7 +198,7 @@ def linear_kernels(
 
 fp8_linear = register_inputs(_OP, LinearInputs, "Tensor", cpu=_body, fake=_allocate, hopper=_launch)
 """`quantize_1x128`, then `fp8_gemm_nt`: `LinearInputs` -> bf16 [M, N]. Raises TypeError,
-ValueError, naming the argument, the rule and what came."""
+ValueError, naming the argument, the rule and the value."""
 
 
 # ---- The gradient ----
@@ -208,18 +207,18 @@ _BACKWARD = "fp8_linear_backward"
 
 
 class BackwardInputs(NamedTuple):
-    """What `fp8_linear_backward` takes.
+    """The inputs of `fp8_linear_backward`.
 
-    grad: [M, N] bf16, fp16 or fp32, that of the result; it is quantized to 1x128.
+    grad: [M, N] bf16, fp16 or fp32, the gradient of the result; it is quantized to 1x128.
     weight, weight_scale_inv: as in `LinearInputs`.
-    keeps: whether W^T is kept on a GPU, see `transposed`.
+    keep_transposed: whether W^T is kept on a GPU, see `transposed`.
     batch_invariant: as in `LinearInputs`.
     """
 
     grad: torch.Tensor
     weight: torch.Tensor
     weight_scale_inv: torch.Tensor
-    keeps: bool | None
+    keep_transposed: bool | None
     batch_invariant: bool = False
 
 
@@ -242,12 +241,12 @@ def _body_backward(inputs: BackwardInputs) -> torch.Tensor:
 
 
 def _launch_backward(inputs: BackwardInputs) -> torch.Tensor:
-    grad, weight, weight_scale_inv, keeps, batch_invariant = inputs
+    grad, weight, weight_scale_inv, keep_transposed, batch_invariant = inputs
     _allocate_backward(inputs)
     grad = grad if grad.stride(1) == 1 and grad.stride(0) >= grad.shape[1] else grad.contiguous()
-    weight = transposed(weight, keeps)
-    of_x = LinearInputs(grad, weight, weight_scale_inv.mT, None, batch_invariant)
-    return _launch(of_x, MIN_GRADIENT_AMAX)
+    weight = transposed(weight, keep_transposed)
+    args = LinearInputs(grad, weight, weight_scale_inv.mT, None, batch_invariant)
+    return _launch(args, MIN_GRADIENT_AMAX)
 
 
 fp8_linear_backward = register_inputs(
@@ -266,14 +265,14 @@ class _Linear(torch.autograd.Function):
     def forward(
         ctx: Any,
         layer: str,
-        keeps: bool | None,
+        keep_transposed: bool | None,
         x: torch.Tensor,
         weight: torch.Tensor,
         weight_scale_inv: torch.Tensor,
         bias: torch.Tensor | None,
         batch_invariant: bool,
     ) -> torch.Tensor:
-        ctx.layer, ctx.options, ctx.dtype = layer, (keeps, batch_invariant), x.dtype
+        ctx.layer, ctx.options, ctx.dtype = layer, (keep_transposed, batch_invariant), x.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.save_for_backward(weight, weight_scale_inv)
         y: torch.Tensor = fp8_linear(x, weight, weight_scale_inv, bias, batch_invariant)
@@ -285,10 +284,10 @@ class _Linear(torch.autograd.Function):
         weights = ctx.saved_tensors
         *_, needs_x, needs_weight, needs_scales, needs_bias, _ = ctx.needs_input_grad
         needed = needs_weight, needs_scales
-        of_weights = no_gradients(grad, ctx.layer, needed, weights)
+        grad_weights = no_gradients(grad, ctx.layer, needed, weights)
         dx = fp8_linear_backward(grad, *weights, *ctx.options).to(ctx.dtype) if needs_x else None
-        of_bias = grad.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if needs_bias else None
-        return None, None, dx, *of_weights, of_bias, None
+        grad_bias = grad.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if needs_bias else None
+        return None, None, dx, *grad_weights, grad_bias, None
 
 
 def linear(
@@ -297,17 +296,19 @@ def linear(
     weight: torch.Tensor,
     weight_scale_inv: torch.Tensor,
     bias: torch.Tensor | None,
-    keeps: bool | None = None,
+    keep_transposed: bool | None = None,
     *,
     batch_invariant: bool = False,
 ) -> torch.Tensor:
     """`fp8_linear` -> bf16 [M, N], with gradients in x and the bias.
 
-    layer: who is named if a gradient of the weight is wanted, which is an error.
-    keeps: see `transposed`. batch_invariant: see `LinearInputs`.
+    layer: the name in the error that a wanted gradient of the weight raises.
+    keep_transposed: see `transposed`. batch_invariant: see `LinearInputs`.
     """
     tensors = x, weight, weight_scale_inv, bias
     inputs = *tensors, batch_invariant
-    is_recorded = records(layer, *tensors)  # an autograd function costs as much as a launch
-    y: torch.Tensor = _Linear.apply(layer, keeps, *inputs) if is_recorded else fp8_linear(*inputs)
+    is_recorded = records(layer, *tensors)  # the autograd function is as slow as a launch
+    y: torch.Tensor = (
+        _Linear.apply(layer, keep_transposed, *inputs) if is_recorded else fp8_linear(*inputs)
+    )
     return y

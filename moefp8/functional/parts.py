@@ -1,7 +1,6 @@
-"""In how many parts the tokens of experts are computed, and how tensors are cut into them.
+"""Split the tokens of experts into parts. T tokens, k choices each, R rows.
 
-T tokens, k choices each, R rows. What lies between the kernels of a call grows with T; with more
-tokens than fit into a bound, they are computed part by part.
+The workspace of a call grows with T. If it would exceed a bound, tokens are computed part by part.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,18 +14,18 @@ from ..kernels.program import Record, place
 from .expert_configs import Sizes, matrix_of
 
 MAX_WORKSPACE_BYTES = 4 << 30
-_BYTES_OF_COLUMN = 16  # that a row has at most for each of H and I, in any record
+_BYTES_OF_COLUMN = 16  # the most that a row takes for each of H and I, in any record
 
 
 def parts_of(sizes: Sizes, *describe: Callable[[Sizes], Record]) -> int:
-    """The number of parts such that no record of a part takes more memory than the bound; 0 if
-    there is nothing to compute.
+    """The number of parts such that no record of a part takes more memory than a bound; 0 if there
+    is nothing to compute.
 
-    A backward has the parts of its forward, whose rows it needs: both ask for the same records. One
-    token is never split. What takes memory whatever T is may take half of the bound alone; beyond
-    that, the rest has the other half.
+    A backward needs the rows of its forward, and so the same parts: both pass the same `describe`.
+    The bound is MAX_WORKSPACE_BYTES, or half of it more than one token takes if that is larger. One
+    token is never split.
 
-    describe: makes the record of tokens of given sizes.
+    describe: functions that make a record for given sizes.
     """
     num_tokens = sizes.num_tokens
     if 0 in sizes[:5]:
@@ -47,7 +46,7 @@ def parts_of(sizes: Sizes, *describe: Callable[[Sizes], Record]) -> int:
 
 
 def _most_bytes(sizes: Sizes) -> int:
-    """More than any record takes: most calls are small, and need no further look."""
+    """An upper bound of the bytes of any record, with which most calls are known to be small."""
     matrices, rows = matrix_of(sizes)
     columns = sizes.hidden_size + sizes.intermediate_size + BLOCK
     return _BYTES_OF_COLUMN * (matrices * rows + BLOCK * sizes.num_experts) * columns
@@ -63,7 +62,7 @@ def split(
 ) -> Iterator[tuple[Any, ...]]:
     """The tensors of each part; None stays None.
 
-    A tensor has as many rows for each token, one after the other, as its first dimension tells.
+    The first dimension of a tensor is a multiple of `num_tokens`: the rows of each token, in order.
     """
     size = ceil_div(num_tokens, num_parts)
     for begin in range(0, num_tokens, size):

@@ -1,4 +1,4 @@
-// SwiGLU of gate and up that lie in memory as BF16, as they do where an adapter has added to them.
+// SwiGLU of gate and up in BF16 memory, for experts whose adapters add to gate and up.
 #include "fp8.cuh"
 #include "input.cuh"
 #include "matrix.cuh"
@@ -26,7 +26,7 @@ __device__ inline float swiglu(float gate, float up, float limit) {
 // Grid: a CTA of up to 256 threads owns a row.
 // Shared memory: none.
 // Barriers: none.
-// Alignment: all rows are at multiples of 16 B, and may end anywhere; what lies between is read and written too.
+// Alignment: all rows begin at multiples of 16 B, and may end anywhere; their padding is read and written, too.
 __global__ void __launch_bounds__(256) swiglu_kernel(const __grid_constant__ Arguments args) {
   const int64_t row = blockIdx.x;
   const uint8_t* gate_row = args.gate_up + 2 * row * args.row_bytes;

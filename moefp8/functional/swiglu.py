@@ -1,4 +1,4 @@
-"""SwiGLU in PyTorch, forward and backward. R rows, I intermediate.
+"""SwiGLU in PyTorch, forward and backward, and its backward kernel. R rows, I intermediate.
 
 The GEMM of gate and up has the forward in its epilogue; `swiglu_backward.cu` is the backward.
 """
@@ -14,7 +14,7 @@ from ..kernels.common.checks import INPUTS
 from ..kernels.jit import Kernel
 from ..kernels.program import Codes, Place, Record, Tensor
 
-_UNIT = 8  # elements of BF16, or codes, that are loaded at once
+_UNIT = 8  # elements of BF16, or codes, that a thread loads at once
 
 
 def swiglu(
@@ -23,7 +23,7 @@ def swiglu(
     """`silu(gate) * up` in FP32; `limit` clamps gate from above, and up on both sides.
 
     exact: silu is computed in FP64 and rounded once. In FP32 a CPU rounds the last few elements of
-        a tensor otherwise than those before, so a row's bits depend on where the tensor ends.
+        a tensor differently, so the bits of a row depend on where the tensor ends.
     """
     gate, up = gate.float(), up.float()
     if limit is not None:
@@ -34,10 +34,10 @@ def swiglu(
 def swiglu_grad(
     grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, limit: float | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of gate and up, where `swiglu` has the gradient `grad`, and what it gave.
+    """The gradients of gate and of up, given `grad`, that of `swiglu`, and the result of `swiglu`.
 
     All are [..., I] in the dtype of `grad`. With s the sigmoid of gate, the derivative of silu is
-    `s * (1 + gate * (1 - s))`. Where the limit holds there is no gradient.
+    `s * (1 + gate * (1 - s))`. A clamped gate has gradient 0, and so has a clamped up.
     """
     gate_is_held = up_is_held = torch.zeros((), dtype=torch.bool, device=grad.device)
     gate, up = gate.to(grad.dtype), up.to(grad.dtype)
@@ -47,8 +47,8 @@ def swiglu_grad(
     sigmoid = gate.sigmoid()
     silu = gate * sigmoid
     slope = sigmoid * (1 + gate * (1 - sigmoid))
-    of_gate = (grad * up * slope).masked_fill(gate_is_held, 0)
-    return of_gate, (grad * silu).masked_fill(up_is_held, 0), silu * up
+    grad_gate = (grad * up * slope).masked_fill(gate_is_held, 0)
+    return grad_gate, (grad * silu).masked_fill(up_is_held, 0), silu * up
 
 
 def check_limit(op: str, swiglu_limit: float | None) -> None:
@@ -57,7 +57,7 @@ def check_limit(op: str, swiglu_limit: float | None) -> None:
 
 
 def empty_gate_up(like: torch.Tensor, num_rows: int, size: int) -> torch.Tensor:
-    """Memory for gate and up of each row, which a backward takes: bf16 [R, 2, I].
+    """Memory for gate and up of each row, saved for a backward: bf16 [R, 2, I].
 
     Rows of I begin at multiples of 16 bytes.
     """
@@ -65,18 +65,18 @@ def empty_gate_up(like: torch.Tensor, num_rows: int, size: int) -> torch.Tensor:
     return like.new_empty(shape, dtype=torch.bfloat16)[..., :size]
 
 
-def as_saved(gate_up: torch.Tensor) -> torch.Tensor:
-    """bf16 [R, 2, I] itself if it lies as `empty_gate_up` says, else a copy that does.
+def in_saved_layout(gate_up: torch.Tensor) -> torch.Tensor:
+    """bf16 [R, 2, I] itself if it has the layout of `empty_gate_up`, else a copy that has.
 
     Hooks on saved tensors, such as those that offload them to the CPU, may give other strides.
     """
     num_rows, _, size = gate_up.shape
-    if lies_as_saved(gate_up):
+    if has_saved_layout(gate_up):
         return gate_up
     return empty_gate_up(gate_up, num_rows, size).copy_(gate_up)
 
 
-def lies_as_saved(gate_up: torch.Tensor) -> bool:
+def has_saved_layout(gate_up: torch.Tensor) -> bool:
     if gate_up.ndim != 3:
         return False
     (num_rows, _, size), (step, pitch, one) = gate_up.shape, gate_up.stride()
@@ -84,29 +84,29 @@ def lies_as_saved(gate_up: torch.Tensor) -> bool:
     return is_aligned and (one == 1 or size == 1) and (step == 2 * pitch or num_rows == 1)
 
 
-def saved_as_read(
+def readable_saved(
     gate_up: torch.Tensor, scale_inv: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What a forward has saved, or copies of what lies otherwise than kernels read it.
+    """Gate and up that a forward saved, copied if kernels cannot read their layout.
 
-    gate_up: bf16 as `as_saved` says, without `scale_inv`; or e4m3 [2 R, I], contiguous and at a
-        multiple of 8 bytes, with fp32 [2 R, I/128], rows innermost.
+    Returns bf16 in the layout of `empty_gate_up` if scale_inv is None; else e4m3 [2 R, I],
+    contiguous and at a multiple of 8 bytes, and fp32 [2 R, I/128], rows innermost.
     """
     if scale_inv is None:
-        return as_saved(gate_up), None
-    if not _lie_as_codes(gate_up):
+        return in_saved_layout(gate_up), None
+    if not _are_readable_codes(gate_up):
         gate_up = gate_up.clone(memory_format=torch.contiguous_format)
     return gate_up, scale_inv if scale_inv.stride(0) == 1 else tma_aligned(scale_inv)
 
 
-def lies_as_read(gate_up: torch.Tensor, scale_inv: torch.Tensor | None) -> bool:
-    """Whether `saved_as_read` copies nothing."""
+def is_readable(gate_up: torch.Tensor, scale_inv: torch.Tensor | None) -> bool:
+    """Whether kernels can read the layout, so that `readable_saved` copies nothing."""
     if scale_inv is None:
-        return lies_as_saved(gate_up)
-    return _lie_as_codes(gate_up) and scale_inv.stride(0) == 1
+        return has_saved_layout(gate_up)
+    return _are_readable_codes(gate_up) and scale_inv.stride(0) == 1
 
 
-def _lie_as_codes(gate_up: torch.Tensor) -> bool:
+def _are_readable_codes(gate_up: torch.Tensor) -> bool:
     return gate_up.is_contiguous() and gate_up.data_ptr() % _UNIT == 0
 
 
@@ -136,24 +136,23 @@ def describe_swiglu_backward(
     bf16_rows: Place | None = None,
     weight_of_row: Place | None = None,
 ) -> None:
-    """One step: the gradients of gate and up in E4M3, for the choices of all tokens.
+    """Add a step to r: the gradients of gate and up in E4M3, for the choices of all tokens.
 
-    It waits for the step before it.
+    It waits for the previous step.
 
     Args:
         grad: bf16 [..., R, I] in rows of whole 16 bytes.
-        saved: bf16 [R, 2, I] as `empty_gate_up` says, or e4m3 [2 R, I], contiguous.
+        saved: bf16 [R, 2, I] in the layout of `empty_gate_up`, or e4m3 [2 R, I], contiguous.
         saved_scales: fp32 [2 R, ceil(I/128)], rows innermost; None for bf16.
-        rows: e4m3 [..., R, 2 * (I rounded up to 128)], contiguous, where what follows the I of each
-            half becomes zeros; fp32 scales, rows innermost.
-        limit: that of `swiglu`; infinite if there is none.
-        weights: [T, k]. None: there are R rows of one token each, and of the places that follow
-            only `bf16_rows` may be given; else the first three must be.
+        rows: e4m3 [..., R, 2 * (I rounded up to 128)], contiguous; the padding of each half is
+            written as zeros. fp32 scales, rows innermost.
+        limit: of `swiglu`; infinite if there is none.
+        weights: [T, k]; the next three arguments are then required. None: each row is of one token,
+            and of the arguments below only `bf16_rows` is allowed.
         token_to_row: int32 [T, k], contiguous.
         grad_weights: fp32 [T, k], the gradients of `weights`.
         is_first: fp32 [T, k], 1 for the first choice of each row and 0 for others.
-        bf16_rows: bf16 [R, 2, I], with the layout that `saved` has in bf16: the gradients before
-            they are quantized.
+        bf16_rows: bf16 [R, 2, I] in the layout of `empty_gate_up`: the gradients, not quantized.
         weight_of_row: fp32 [R], the sum of the weights of all choices of a row.
     """
     is_fp8, size = saved_scales is not None, saved.shape[-1]

@@ -1,9 +1,9 @@
-// The gradient of SwiGLU on Hopper, between the two gradient GEMMs of experts: gradients of gate and of up in E4M3. Where
-// adapters have gradients of their own, these are wanted in BF16 as well, and so are the weights of rows.
+// The gradient of SwiGLU on Hopper, between the two GEMMs of a backward of experts: that of gate and up, in E4M3.
+// For gradients of adapters, the kernel also stores them in BF16, with the weights of rows.
 //
-// a = silu(gate) * up was multiplied by the down projection, and its result by the weight of a choice. A CTA has one
-// choice's row, of which it reads the gradient of `a` without that weight, and gate and up as the forward has saved
-// them. It recomputes `a`, whose product with the gradient is the gradient of the weight.
+// The forward multiplied a = silu(gate) * up by W_down, and the result by the weight of a choice. A CTA reads one row
+// of the gradient of `a`, not yet times that weight, and the saved gate and up. It recomputes `a`, whose dot product
+// with the gradient is the gradient of the weight.
 #include "fp8.cuh"
 #include "input.cuh"
 #include "matrix.cuh"
@@ -15,7 +15,7 @@ constexpr int kThreads = 128;
 constexpr int kLanes = kBlock / kColumns;  // threads that share a block, and so a scale
 
 struct Arguments {
-  const uint8_t* grad;       // bf16 [R, I]: the gradient of `a`, times no weight
+  const uint8_t* grad;       // bf16 [R, I]: the gradient of `a`, not yet times a weight
   int64_t grad_row_bytes;    // the pitch of its rows, a multiple of 16
   const uint8_t* saved;      // gate and up: bf16 [R, 2, I], or E4M3 [R, 2, I] without gaps
   int64_t saved_row_bytes;   // the pitch of rows of I
@@ -28,9 +28,9 @@ struct Arguments {
   int64_t row_pitch;         // of [2, padded I]
   float* row_scales;         // [2 * padded I / 128, pitch], rows innermost
   int64_t scale_pitch;
-  uint8_t* bf16_rows;        // bf16 [R, 2, I], the same gradients; null: they are not wanted
+  uint8_t* bf16_rows;        // bf16 [R, 2, I], the same gradients; null: not stored
   int64_t bf16_row_bytes;    // the pitch of its rows of I, a multiple of 16
-  float* weight_of_row;      // [R], what weights multiply with; null: not wanted
+  float* weight_of_row;      // [R], the weight that a row is multiplied by; null: not stored
   float* of_weights;         // [T, k]
   float* is_first;           // [T, k]: 1 for the first choice of a row, 0 for others
   uint32_t num_choices, top_k, size, padded_size;
@@ -45,7 +45,7 @@ __device__ inline void zero_from(Eight<Input::kBFloat16>& x, uint32_t first) {
   }
 }
 
-// Eight neighbouring elements of gate or of up, as the forward has saved them.
+// Eight neighbouring saved elements of gate or of up.
 template <bool kIsFp8>
 struct Saved {
   Eight<Input::kBFloat16> eight;
@@ -75,11 +75,11 @@ struct Saved<true> {
     }
     scale = args.saved_scales[column / kBlock * args.saved_scale_pitch + row];
   }
-  __device__ void end_at(uint32_t) {}  // `load` has put zeros there
+  __device__ void end_at(uint32_t) {}  // `load` has written zeros there
   __device__ float operator[](int i) const { return __fmul_rn(decode_e4m3(codes[i / 4], i % 4), scale); }
 };
 
-// What a thread reads of a row, from `column` on; zeros behind the end of the row.
+// The elements of a row that a thread reads, from `column` on; zeros after the end of the row.
 template <bool kIsFp8>
 struct Part {
   Eight<Input::kBFloat16> grad;
@@ -97,7 +97,7 @@ struct Part {
   }
 };
 
-// What a thread leaves of its eight columns.
+// The results of a thread for its eight columns.
 struct Gradients {
   float gate[kColumns], up[kColumns];
   float of_weight = 0;  // the sum of grad times `a`
@@ -116,8 +116,8 @@ __device__ Gradients differentiate(const Arguments& args, const Part<kIsFp8>& pa
   return result;
 }
 
-// Quantizes a block, of which kLanes threads hold eight columns each, into a row of `rows`. The whole warp calls it;
-// `exists` tells whether there is such a block.
+// Quantizes a block into a row of `rows`. kLanes threads hold eight columns of it each. The whole warp calls it;
+// `exists` says whether there is such a block.
 __device__ inline void store_block(const Arguments& args, int64_t row, uint32_t column, const float (&x)[kColumns],
                                    bool exists) {
   uint32_t amax = 0;
@@ -138,14 +138,14 @@ __device__ inline void store_block(const Arguments& args, int64_t row, uint32_t 
   if (threadIdx.x % kLanes == 0) args.row_scales[column / kBlock * args.scale_pitch + row] = scale.scale_inv;
 }
 
-// Stores eight columns in BF16; those behind the end of the row lie before the next one.
+// Stores eight columns in BF16; those after the end of the row go to the padding before the next one.
 __device__ inline void store_eight(uint8_t* target, const float (&x)[kColumns]) {
   *reinterpret_cast<uint4*>(target) = {pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3]), pack_bf16(x[4], x[5]),
                                        pack_bf16(x[6], x[7])};
 }
 
-// The sum of the weights of all choices of a token that have this row, and whether the choice `mine` is the first of
-// them. Each lane of a warp looks at one choice.
+// The sum of the weights of all choices of a token that share `row`, and whether choice `mine` is the first of them.
+// Each lane of a warp reads one choice at a time.
 template <Input kWeights>
 __device__ float weight_of_row(const Arguments& args, int64_t token, uint32_t mine, int row, bool& is_first) {
   const uint32_t lane = threadIdx.x % kWarp;
@@ -167,9 +167,9 @@ __device__ float weight_of_row(const Arguments& args, int64_t token, uint32_t mi
 // rows = quantize_1x128(w * grad * d a / d [gate | up]); of_weights[t, j] = <grad, a> of the row of choice j of token t,
 // where w is the sum of the weights of all choices of the row.
 // Grid: a CTA of up to 128 threads owns a choice; the first choice of a row works for all of them.
-// Shared memory: 16 B, the sums of each warp.
-// Barriers: one, between these sums and their sum; 16 lanes meet in shuffles.
-// Alignment: rows of grad and of what is BF16 are at multiples of 16 B, those of `rows` of 8 B; all may end anywhere.
+// Shared memory: 16 B, a sum of each warp.
+// Barriers: one, before these sums are added up; 16 lanes exchange values in shuffles.
+// Alignment: rows of grad and of BF16 tensors begin at multiples of 16 B, those of `rows` at 8 B; all may end anywhere.
 template <Input kWeights, bool kIsFp8>
 __global__ void __launch_bounds__(kThreads, 10) swiglu_backward_kernel(const __grid_constant__ Arguments args) {
   __shared__ float of_warps[kThreads / kWarp];
@@ -181,7 +181,7 @@ __global__ void __launch_bounds__(kThreads, 10) swiglu_backward_kernel(const __g
   const int row = args.token_to_row == nullptr ? choice : of_token[mine];
   uint32_t column = threadIdx.x * kColumns;
   Part<kIsFp8> part;
-  part.load(args, max(row, 0), column);  // under way while the weight is found
+  part.load(args, max(row, 0), column);  // loads while the weight is computed
   float weight = 1;
   if (args.token_to_row != nullptr) {
     bool is_first;

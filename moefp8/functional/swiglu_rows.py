@@ -1,4 +1,4 @@
-"""SwiGLU and its gradient between the GEMMs of experts that run in steps.
+"""SwiGLU of rows and its gradient, for experts whose steps are separate ops.
 
 T tokens, k choices each, R rows, I intermediate.
 """
@@ -27,13 +27,13 @@ from ..kernels.jit import Kernel, Launch
 from ..kernels.program import Codes, Place, Record, Target, Tensor, layouts, prepare_launch
 from ..quant.numerics import quantize_1x128
 from ..routing.combine import first_choices
-from .swiglu import as_saved, describe_swiglu_backward, empty_gate_up, swiglu, swiglu_grad
+from .swiglu import describe_swiglu_backward, empty_gate_up, in_saved_layout, swiglu, swiglu_grad
 
 _OP, _BACKWARD = "swiglu_rows", "swiglu_rows_backward"
 
 
 class SwigluInputs(NamedTuple):
-    """gate_up: bf16 [R, 2, I], best as `empty_gate_up` lies. limit: that of `swiglu`, or None."""
+    """gate_up: bf16 [R, 2, I], best in the layout of `empty_gate_up`. limit: as in `swiglu`."""
 
     gate_up: torch.Tensor
     limit: float | None
@@ -49,7 +49,7 @@ def _allocate(inputs: SwigluInputs) -> torch.Tensor:
 
 
 def _empty_rows(like: torch.Tensor, num_rows: int, size: int) -> torch.Tensor:
-    """bf16 [R, I] in rows that begin at multiples of 16 bytes."""
+    """Memory for bf16 [R, I]; rows begin at multiples of 16 bytes."""
     return like.new_empty((num_rows, round_up(size, 8)), dtype=torch.bfloat16)[:, :size]
 
 
@@ -62,8 +62,8 @@ def _body(inputs: SwigluInputs) -> torch.Tensor:
 def _launch(inputs: SwigluInputs) -> torch.Tensor:
     activated = _allocate(inputs)
     if activated.numel():
-        gate_up, limit = as_saved(inputs.gate_up), inputs.limit
-        if gate_up.stride(1) != round_up(gate_up.shape[2], 8):  # as the result lies
+        gate_up, limit = in_saved_layout(inputs.gate_up), inputs.limit
+        if gate_up.stride(1) != round_up(gate_up.shape[2], 8):  # as in the result
             gate_up = empty_gate_up(gate_up, len(gate_up), gate_up.shape[2]).copy_(gate_up)
         launch = prepared((_OP, layout_of(gate_up), limit), lambda: _prepare(gate_up, limit))
         launch.on(gate_up.get_device(), (gate_up.data_ptr(), activated.data_ptr()))
@@ -94,29 +94,29 @@ swiglu_rows = register_inputs(
 
 
 class SwigluGradients(NamedTuple):
-    """What `swiglu_rows_backward` gives; rows of no choice are not defined.
+    """The results of `swiglu_rows_backward`; rows of no choice are undefined.
 
-    codes, scale_inv: d[gate | up], e4m3 [R, 2 * (I rounded up to 128)], where what lies behind each
-        half is zeros, and its fp32 1x128 scales as `quantize_1x128` makes them.
-    of_gate_up: the same before it is quantized, bf16 [R, 2, I] as `empty_gate_up` lies.
+    codes, scale_inv: d[gate | up], e4m3 [R, 2 * (I rounded up to 128)], halves padded with zeros,
+        and its fp32 1x128 scales as `quantize_1x128` makes them.
+    grad_gate_up: d[gate | up], not quantized: bf16 [R, 2, I] in the layout of `empty_gate_up`.
     weight_of_row: fp32 [R], the sum of the weights of all choices of a row.
-    of_weights: fp32 [T, k], 0 where there is no row.
+    grad_weights: fp32 [T, k], 0 where there is no row.
     is_first: fp32 [T, k], 1 for the first choice of each row and 0 for others.
     """
 
     codes: torch.Tensor
     scale_inv: torch.Tensor
-    of_gate_up: torch.Tensor
+    grad_gate_up: torch.Tensor
     weight_of_row: torch.Tensor
-    of_weights: torch.Tensor
+    grad_weights: torch.Tensor
     is_first: torch.Tensor
 
 
 class SwigluBackwardInputs(NamedTuple):
-    """What `swiglu_rows_backward` takes.
+    """The inputs of `swiglu_rows_backward`.
 
-    grad: bf16 [R, I], that of what is activated, without the weight of a choice.
-    gate_up, limit: those of `swiglu_rows`.
+    grad: bf16 [R, I], the gradient of activated values, not yet times the weight of a choice.
+    gate_up, limit: as in `swiglu_rows`.
     token_to_row: int32 [T, k], as in `RoutingPlan`.
     top_k_weights: [T, k] bf16, fp16 or fp32.
     """
@@ -139,34 +139,34 @@ def _allocate_backward(inputs: SwigluBackwardInputs) -> SwigluGradients:
     check_tensor(_BACKWARD, "top_k_weights", weights, FLOATS, 2)
     check_shape(_BACKWARD, "top_k_weights", weights, token_to_row.shape, "[T, k]")
     padded = 2 * round_up(size, BLOCK)
-    of_choices = (weights.new_empty(weights.shape, dtype=torch.float32) for _ in range(2))
+    per_choice = (weights.new_empty(weights.shape, dtype=torch.float32) for _ in range(2))
     return SwigluGradients(
         grad.new_empty((num_rows, padded), dtype=E4M3),
         empty_tma_aligned((num_rows, padded // BLOCK), device),
         empty_gate_up(grad, num_rows, size),
         grad.new_empty(num_rows, dtype=torch.float32),
-        *of_choices,
+        *per_choice,
     )
 
 
 def _body_backward(inputs: SwigluBackwardInputs) -> SwigluGradients:
-    found = _allocate_backward(inputs)
+    gradients = _allocate_backward(inputs)
     grad, gate_up, token_to_row, top_k_weights, limit = inputs
     num_rows, (gate, up) = len(grad), gate_up.unbind(1)
     weight_of_row, is_first = weights_of_rows(token_to_row, top_k_weights, num_rows)
-    *of_halves, activated = swiglu_grad(grad.float(), gate, up, limit)
-    of_gate_up = torch.stack(of_halves, 1) * weight_of_row[:, None, None]
-    padded = zero_padded(of_gate_up, 2).flatten(1)
+    *grad_halves, activated = swiglu_grad(grad.float(), gate, up, limit)
+    grad_gate_up = torch.stack(grad_halves, 1) * weight_of_row[:, None, None]
+    padded = zero_padded(grad_gate_up, 2).flatten(1)
     data, scale_inv = quantize_1x128(padded, min_amax=MIN_GRADIENT_AMAX)
-    of_rows = (grad.float() * activated).sum(-1)
+    products = (grad.float() * activated).sum(-1)
     if num_rows:
-        of_weights = of_rows[token_to_row.clamp(min=0)].masked_fill(token_to_row < 0, 0.0)
+        grad_weights = products[token_to_row.clamp(min=0)].masked_fill(token_to_row < 0, 0.0)
     else:
-        of_weights = torch.zeros_like(is_first)
-    values = data, scale_inv, of_gate_up, weight_of_row, of_weights, is_first
-    for x, value in zip(found, values, strict=True):
+        grad_weights = torch.zeros_like(is_first)
+    values = data, scale_inv, grad_gate_up, weight_of_row, grad_weights, is_first
+    for x, value in zip(gradients, values, strict=True):
         x.copy_(value)
-    return found
+    return gradients
 
 
 def weights_of_rows(
@@ -177,27 +177,27 @@ def weights_of_rows(
     Two choices of one expert by one token share a row.
     """
     same = token_to_row[:, :, None] == token_to_row[:, None, :]
-    of_choice = torch.where(same, top_k_weights.float()[:, None, :], 0.0).sum(-1)
+    weights = torch.where(same, top_k_weights.float()[:, None, :], 0.0).sum(-1)
     at = token_to_row.long().masked_fill(token_to_row < 0, num_rows)
-    of_row = of_choice.new_zeros(num_rows + 1).scatter_(0, at.flatten(), of_choice.flatten())
-    return of_row[:num_rows], first_choices(token_to_row)
+    row_weights = weights.new_zeros(num_rows + 1).scatter_(0, at.flatten(), weights.flatten())
+    return row_weights[:num_rows], first_choices(token_to_row)
 
 
 def _launch_backward(inputs: SwigluBackwardInputs) -> SwigluGradients:
-    found = _allocate_backward(inputs)
+    gradients = _allocate_backward(inputs)
     grad, gate_up, token_to_row, weights, limit = inputs
     if grad.numel() == 0:
-        found.of_weights.zero_()
-        found.is_first.zero_()
-        return found
-    gate_up, token_to_row = as_saved(gate_up), token_to_row.contiguous()
+        gradients.grad_weights.zero_()
+        gradients.is_first.zero_()
+        return gradients
+    gate_up, token_to_row = in_saved_layout(gate_up), token_to_row.contiguous()
     if (grad.data_ptr() | 2 * grad.stride(0)) % 16 or grad.stride(1) != 1:
         grad = _empty_rows(grad, *grad.shape).copy_(grad)
     inputs = SwigluBackwardInputs(grad, gate_up, token_to_row, weights, limit)
     key = (_BACKWARD, *map(layout_of, inputs[:4]), limit)
-    launch = prepared(key, lambda: _prepare_backward(inputs, found))
-    launch.on(grad.get_device(), tuple([x.data_ptr() for x in (*inputs[:4], *found)]))
-    return found
+    launch = prepared(key, lambda: _prepare_backward(inputs, gradients))
+    launch.on(grad.get_device(), tuple([x.data_ptr() for x in (*inputs[:4], *gradients)]))
+    return gradients
 
 
 def _prepare_backward(inputs: SwigluBackwardInputs, gradients: SwigluGradients) -> Launch:
@@ -214,16 +214,16 @@ def _prepare_backward(inputs: SwigluBackwardInputs, gradients: SwigluGradients) 
         math.inf if limit is None else limit,
         weights=tensors["top_k_weights"],
         token_to_row=Place("token_to_row"),
-        grad_weights=Place("of_weights"),
+        grad_weights=Place("grad_weights"),
         is_first=Place("is_first"),
-        bf16_rows=Place("of_gate_up"),
+        bf16_rows=Place("grad_gate_up"),
         weight_of_row=Place("weight_of_row"),
     )
     return prepare_launch(r, device_index)
 
 
 def swiglu_backward_kernels(target: Target, dtype: torch.dtype, size: int) -> Iterator[Kernel]:
-    """The kernel of `swiglu_rows_backward`; dtype: of the weights of choices."""
+    """The kernel of `swiglu_rows_backward`. dtype: of the weights of choices."""
     r = Record(target, SwigluBackwardInputs._fields[:4])
     describe_swiglu_backward(
         r,
@@ -241,15 +241,15 @@ def swiglu_backward_kernels(target: Target, dtype: torch.dtype, size: int) -> It
 swiglu_rows_backward = register_inputs(
     _BACKWARD,
     SwigluBackwardInputs,
-    "(Tensor codes, Tensor scale_inv, Tensor of_gate_up, Tensor weight_of_row, Tensor of_weights, "
-    "Tensor is_first)",
+    "(Tensor codes, Tensor scale_inv, Tensor grad_gate_up, Tensor weight_of_row, "
+    "Tensor grad_weights, Tensor is_first)",
     cpu=_body_backward,
     fake=_allocate_backward,
     hopper=_launch_backward,
 )
 """The gradient of `swiglu_rows` times the weights of choices: `SwigluBackwardInputs` ->
-`SwigluGradients`. of_weights[t, j] is the dot product of grad and what is activated, in their
-row."""
+`SwigluGradients`. grad_weights[t, j] is the dot product of grad and the activated values in the
+row of choice j of token t."""
 
 
 # ---- The kernel of rows ----
@@ -259,12 +259,12 @@ _WARP, _MAX_THREADS, _COLUMNS = 32, 256, 8
 
 
 def describe_swiglu(r: Record, gate_up: Tensor, activated: Place, limit: float) -> None:
-    """One step: `swiglu` of gate and up. It waits for the step before it.
+    """Add a step to r: `swiglu` of gate and up. It waits for the previous step.
 
     Args:
-        gate_up: bf16 [R, 2, I] as `empty_gate_up` says.
+        gate_up: bf16 [R, 2, I] in the layout of `empty_gate_up`.
         activated: bf16 [R, I], in rows of the same pitch.
-        limit: that of `swiglu`; infinite if there is none.
+        limit: of `swiglu`; infinite if there is none.
     """
     num_rows, _, size = gate_up.shape
     r.step(

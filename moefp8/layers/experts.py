@@ -317,7 +317,7 @@ class GroupedExperts(TrainableModule):
             weights = map(self._look_up, self.master_names)
             master: tuple[Any, ...] = (*tokens, *weights, *options, *rank, addend)
             y = trainable_experts(
-                "GroupedExperts", master, self.saved_dtype, self.wgrad, trusts=self.training
+                "GroupedExperts", master, self.saved_dtype, self.wgrad, reuse_codes=self.training
             )
             return y if y.dtype == hidden_states.dtype else y.to(hidden_states.dtype)
         given: tuple[Any, ...] = (*tokens, *map(self._look_up, WEIGHTS), *options, *rank, addend)

@@ -238,7 +238,7 @@ class FP8Linear(TrainableModule):
                 weight,
                 bias,
                 self.wgrad,
-                trusts=self.training,
+                reuse_codes=self.training,
                 batch_invariant=self.batch_invariant,
             )
         else:

@@ -71,7 +71,7 @@ class SharedExperts(nn.Module):
                 [z.weight for z in projections],
                 limit,
                 down.wgrad,
-                trusts=self.training,
+                reuse_codes=self.training,
                 batch_invariant=down.batch_invariant,
             )
         else:

@@ -18,7 +18,7 @@ from ..distributed.expert_parallel.peers_launch import (
 )
 from ..functional import feed_forward_backward
 from ..functional.expert_configs import Sizes
-from ..functional.expert_parts import Given
+from ..functional.expert_parts import CallTensors
 from ..functional.experts_records import experts_backward_kernels, experts_kernels
 from ..functional.feed_forward import feed_forward_kernels
 from ..functional.linear import linear_kernels
@@ -76,9 +76,9 @@ class Demand(NamedTuple):
         """They are BF16 or as activations; of codes they are codes."""
         return self.dtypes if E4M3 in self.dtypes else self.dtypes | {torch.bfloat16}
 
-    def given(self, dtypes: Iterable[torch.dtype]) -> Iterator[Given]:
+    def given(self, dtypes: Iterable[torch.dtype]) -> Iterator[CallTensors]:
         """Calls of experts with tokens of these dtypes."""
-        return starmap(Given, product(dtypes, self.scores, (True, False)))
+        return starmap(CallTensors, product(dtypes, self.scores, (True, False)))
 
     def quantize(self, dtype: torch.dtype, most_rows: int, k: int) -> Iterator[Kernel]:
         return quantize_kernels(self.target, dtype, most_rows, k)

@@ -154,7 +154,7 @@ def test_other_layers_of_one_layout_prepare_nothing_for_gradients(gpu):
 def test_a_gradient_names_what_is_wrong(change, message):
     weight = quantize_128x128(torch.randn(130, 300))
     good = {"grad": torch.zeros(5, 130), "weight": weight.data, "scale_inv": weight.scale_inv}
-    arguments = {**good, "keeps": None, **change}
+    arguments = {**good, "keep_transposed": None, **change}
     for driver in (current_driver(), FakeDriver()):
         with (
             using(driver),

@@ -1,8 +1,8 @@
-"""Routed SwiGLU experts whose weights are trained: the forward, and what autograd does with it.
+"""Routed SwiGLU experts whose weights are trained: the forward and its autograd function.
 
 T tokens, k choices each, E experts, H hidden, I intermediate, R = T k rows. The forward is that of
-frozen experts with the codes of the master weights. It saves x and, of each row, gate and up before
-SwiGLU. `experts_backward` computes the gradients; with `wgrad="bf16"` they are computed here.
+frozen experts with the codes of the master weights. It saves x, and gate and up of each row before
+SwiGLU. `experts_backward` computes the gradients; with `wgrad="bf16"`, this file does.
 """
 
 from collections import Counter
@@ -35,10 +35,10 @@ _OP = "trained_experts"
 
 
 class TrainedExpertsInputs(NamedTuple):
-    """What `trained_experts` takes.
+    """The inputs of `trained_experts`.
 
     gate_up_proj: [E, 2I, H], gate first, and down_proj: [E, H, I], bf16, fp16 or fp32.
-    trusts: as in `codes_of`. saves: whether gate and up of each row are kept for a backward.
+    reuse_codes: as in `codes_of`. saves: whether gate and up of each row are saved for a backward.
     The others: as in `ExpertsInputs`.
     """
 
@@ -52,7 +52,7 @@ class TrainedExpertsInputs(NamedTuple):
     expert_offset: int
     num_global_experts: int | None
     addend: torch.Tensor | None
-    trusts: bool
+    reuse_codes: bool
     saves: bool
 
 
@@ -66,14 +66,14 @@ def _allocate(inputs: TrainedExpertsInputs) -> tuple[torch.Tensor, torch.Tensor]
 
 def _forward(inputs: TrainedExpertsInputs) -> tuple[torch.Tensor, torch.Tensor]:
     *tokens, gate_up_proj, down_proj = inputs[:5]
-    gate_up = codes_of(gate_up_proj, parts=2, trusts=inputs.trusts)
-    down = codes_of(down_proj, trusts=inputs.trusts)
+    gate_up = codes_of(gate_up_proj, parts=2, reuse_codes=inputs.reuse_codes)
+    down = codes_of(down_proj, reuse_codes=inputs.reuse_codes)
     weights = gate_up.data, gate_up.scale_inv, down.data, down.scale_inv
-    given = (*tokens, *weights, *inputs[5:10])
+    args = (*tokens, *weights, *inputs[5:10])
     if inputs.saves:
-        y, saved = experts_saving(*given)
+        y, saved = experts_saving(*args)
         return y, saved
-    return experts(*given), _allocate(inputs)[1]
+    return experts(*args), _allocate(inputs)[1]
 
 
 trained_experts = register_inputs(
@@ -84,12 +84,12 @@ trained_experts = register_inputs(
     fake=_allocate,
     hopper=_forward,
 )
-"""`experts` with the codes of master weights -> (bf16 [T, H], gate and up of each row, bf16
-[R, 2, I], as `experts_saving` has them, or nothing of them)."""
+"""`experts` with the codes of master weights -> (bf16 [T, H]; gate and up of each row, bf16
+[R, 2, I], as in `experts_saving`, or empty without `saves`)."""
 
 
 class _Saved(NamedTuple):
-    """What a forward leaves for its backward."""
+    """The tensors that a forward saves for its backward."""
 
     hidden_states: torch.Tensor
     top_k_index: torch.Tensor
@@ -111,7 +111,7 @@ _Gradients = dict[str, torch.Tensor | None]  # by the names of inputs
 
 
 class _Parts:
-    """Which of a call's parts begins to sum a weight's gradient: the first one in each round."""
+    """Counts parts of a call, to find the first that adds to a weight's gradient in a backward."""
 
     def __init__(self) -> None:
         self._num_parts, self._num_done = 0, Counter[str]()
@@ -137,7 +137,7 @@ def _gradients(
     needs: dict[str, bool],
     masters: dict[str, torch.Tensor],
 ) -> _Gradients:
-    """masters: the weights themselves, which tell where their gradients go."""
+    """masters: the parameters, whose attributes say where their gradients go."""
     x, ids, weights, gate_up_proj, down_proj, *gate_up = saved
     *others, wgrad = options
     if wgrad == "bf16":
@@ -148,18 +148,18 @@ def _gradients(
         if needs[name]
     }
     written = {name: as_written(d) for name, (d, _) in targets.items()}
-    dx, of_weights = trained_experts_backward(
+    dx, grad_weights = trained_experts_backward(
         *(grad, x, ids, weights, *gate_up, gate_up_proj, down_proj),
         *(written.get(name) for name in masters),
         *(name in targets and targets[name][1] for name in masters),
         *(*others, wgrad == "128x128"),
     )
-    found: _Gradients = {"hidden_states": dx, "top_k_weights": of_weights}
+    gradients: _Gradients = {"hidden_states": dx, "top_k_weights": grad_weights}
     for name, (d, _) in targets.items():
         if written[name] is not d:
             d.copy_(written[name])
-        found[name] = main_grad.result(masters[name], d)
-    return found
+        gradients[name] = main_grad.result(masters[name], d)
+    return gradients
 
 
 def _with_bf16_weights(
@@ -170,9 +170,9 @@ def _with_bf16_weights(
     needs: dict[str, bool],
     masters: dict[str, torch.Tensor],
 ) -> _Gradients:
-    """The same, with gradients in weights by BF16 products of rows that were not quantized."""
+    """`_gradients`, with gradients of weights from BF16 products of rows that are not quantized."""
     x, ids, weights, gate_up_proj, down_proj, gate_up, gate_up_scales = saved
-    found: _Gradients = {}
+    gradients: _Gradients = {}
     num_experts = len(down_proj)
     if gate_up_scales is not None:
         values = dequantize(BlockScaled(gate_up, gate_up_scales), torch.bfloat16)
@@ -180,26 +180,26 @@ def _with_bf16_weights(
     rank = options.expert_offset, options.num_global_experts
     *rows, offsets, to_row = quantized_rows(grad, ids, num_experts, *rank)
     to_token = tokens_of_rows(to_row, ids.numel())
-    of_activated = trained_dgrad(*rows, down_proj, offsets, 1)
-    through = SwigluGradients(
-        *swiglu_rows_backward(of_activated, gate_up, to_row, weights, options.swiglu_limit)
+    grad_activated = trained_dgrad(*rows, down_proj, offsets, 1)
+    swiglu_gradients = SwigluGradients(
+        *swiglu_rows_backward(grad_activated, gate_up, to_row, weights, options.swiglu_limit)
     )
-    found["top_k_weights"] = through.of_weights
+    gradients["top_k_weights"] = swiglu_gradients.grad_weights
     if needs["down_proj"]:
         activated = swiglu_rows(gate_up, options.swiglu_limit)
-        weighted = (through.weight_of_row[:, None] * activated).bfloat16()
-        of_y = dispatch_rows(grad.bfloat16(), to_token)
-        product = grouped_outer(of_y, weighted, offsets)
-        found["down_proj"] = _put(masters["down_proj"], product, _begins(parts, "down_proj"))
+        weighted = (swiglu_gradients.weight_of_row[:, None] * activated).bfloat16()
+        grad_rows_bf16 = dispatch_rows(grad.bfloat16(), to_token)
+        product = grouped_outer(grad_rows_bf16, weighted, offsets)
+        gradients["down_proj"] = _put(masters["down_proj"], product, _begins(parts, "down_proj"))
     if needs["hidden_states"]:
-        of_rows = trained_dgrad(through.codes, through.scale_inv, gate_up_proj, offsets, 2)
-        found["hidden_states"] = sum_rows(of_rows, to_row, through.is_first)
+        grad_rows = trained_dgrad(*swiglu_gradients[:2], gate_up_proj, offsets, 2)
+        gradients["hidden_states"] = sum_rows(grad_rows, to_row, swiglu_gradients.is_first)
     if needs["gate_up_proj"]:
-        of_x = dispatch_rows(x.bfloat16(), to_token)
-        product = grouped_outer(through.of_gate_up.flatten(1), of_x, offsets)
+        x_rows = dispatch_rows(x.bfloat16(), to_token)
+        product = grouped_outer(swiglu_gradients.grad_gate_up.flatten(1), x_rows, offsets)
         begins = _begins(parts, "gate_up_proj")
-        found["gate_up_proj"] = _put(masters["gate_up_proj"], product, begins)
-    return found
+        gradients["gate_up_proj"] = _put(masters["gate_up_proj"], product, begins)
+    return gradients
 
 
 def _put(weight: torch.Tensor, product: torch.Tensor, begins: bool) -> torch.Tensor | None:
@@ -213,14 +213,14 @@ class _TrainedExperts(torch.autograd.Function):
         ctx: Any,
         saved_dtype: torch.dtype,
         wgrad: Wgrad,
-        trusts: bool,
+        reuse_codes: bool,
         parts: _Parts | None,
         *inputs: Any,
     ) -> torch.Tensor:
         x, ids, weights, gate_up_proj, down_proj, limit, _, offset, num_global, _ = inputs
         ctx.saves = any(ctx.needs_input_grad[4:-1])
         y: torch.Tensor
-        y, gate_up = trained_experts(*inputs, trusts, ctx.saves)
+        y, gate_up = trained_experts(*inputs, reuse_codes, ctx.saves)
         if ctx.saves:
             scale_inv = None
             if saved_dtype == E4M3:
@@ -239,19 +239,19 @@ class _TrainedExperts(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         names = TrainedExpertsInputs._fields[:10]
         needs = dict(zip(names, ctx.needs_input_grad[4:], strict=True))
-        found: _Gradients = {}
+        gradients: _Gradients = {}
         if ctx.saves:
             saved = _Saved(*ctx.saved_tensors)
             masters = {"gate_up_proj": saved.gate_up_proj, "down_proj": saved.down_proj}
             for name, master in zip(masters, ctx.masters, strict=True):
                 masters[name] = masters[name] if master is None else master
                 needs[name] = needs[name] and main_grad.is_asked_for(masters[name])
-            found = _gradients(grad, saved, ctx.options, ctx.parts, needs, masters)
+            gradients = _gradients(grad, saved, ctx.options, ctx.parts, needs, masters)
             for name, dtype in zip(("hidden_states", "top_k_weights"), ctx.dtypes, strict=True):
-                if (of_input := found.get(name)) is not None:
-                    found[name] = of_input.to(dtype)
-        found["addend"] = grad
-        return None, None, None, None, *(found.get(x) if needs[x] else None for x in names)
+                if (gradient := gradients.get(name)) is not None:
+                    gradients[name] = gradient.to(dtype)
+        gradients["addend"] = grad
+        return None, None, None, None, *(gradients.get(x) if needs[x] else None for x in names)
 
 
 def trainable_experts(
@@ -260,20 +260,20 @@ def trainable_experts(
     saved_dtype: torch.dtype,
     wgrad: Wgrad,
     *,
-    trusts: bool,
+    reuse_codes: bool,
     parts: _Parts | None = None,
 ) -> torch.Tensor:
-    """`trained_experts` -> bf16 [T, H], with gradients in all that is given.
+    """`trained_experts` -> bf16 [T, H], with gradients in all floating-point inputs.
 
-    layer: who is named in errors.
+    layer: the name in errors.
     inputs: the first ten of `TrainedExpertsInputs`. Very many tokens are computed in parts.
     saved_dtype: as in `experts.routed_experts`. wgrad: see `Wgrad`.
-    parts: those of the call that this one is a part of.
+    parts: of the whole call, if this call computes one part of it.
     """
     y: torch.Tensor
     x, ids, scores, gate_up_proj, down_proj, *options, addend = inputs
     if not records(layer, x, scores, gate_up_proj, down_proj, addend):
-        y, _ = trained_experts(*inputs, trusts, False)
+        y, _ = trained_experts(*inputs, reuse_codes, False)
         return y
     check_saved_dtype(layer, saved_dtype)
     (num_tokens, top_k), (e, h, i) = ids.shape, down_proj.shape
@@ -284,7 +284,7 @@ def trainable_experts(
     if num_parts <= 1:
         if parts is not None:
             parts.add()
-        y = _TrainedExperts.apply(saved_dtype, wgrad, trusts, parts, *inputs)
+        y = _TrainedExperts.apply(saved_dtype, wgrad, reuse_codes, parts, *inputs)
         return y
     if parts is None and any(map(main_grad.overwrites, (gate_up_proj, down_proj))):
         parts = _Parts()
@@ -295,7 +295,7 @@ def trainable_experts(
                 (*tokens, gate_up_proj, down_proj, *options, added),
                 saved_dtype,
                 wgrad,
-                trusts=trusts,
+                reuse_codes=reuse_codes,
                 parts=parts,
             )
             for *tokens, added in split(num_parts, num_tokens, x, ids, scores, addend)

@@ -5,11 +5,11 @@ the result, a backward takes these steps:
 
 1. dO is quantized once for each token, and copied to its rows.
 2. dA = dO W_down, rounded to BF16.
-3. `swiglu_columns_backward`: the weights of choices, d[gate | up] in codes of rows and of columns,
-   and w a in codes of columns.
+3. `swiglu_columns_backward`: the gradients of the weights w of choices, d[gate | up] in row codes
+   and in column codes, and w a in column codes.
 4. dX = d[gate | up] W_gate_up, summed over each token's rows in the order of its choices.
-5. dW_down = dO^T (w a) and dW_gate_up = d[gate | up]^T X: dO and X become codes of columns for it,
-   gathered from the tokens, and are gone afterwards.
+5. dW_down = dO^T (w a) and dW_gate_up = d[gate | up]^T X, for which dO and X are gathered from the
+   tokens as column codes, in temporary memory.
 """
 
 import math
@@ -31,7 +31,7 @@ from ...routing.combine import sum_rows
 from ..expert_configs import Sizes
 from ..expert_parts import Choices, TransposedWeights
 from ..grouped_linear import empty_dgrad
-from ..swiglu import saved_as_read
+from ..swiglu import readable_saved
 from .experts_records import INPUTS, describe_trained_backward
 from .rows import quantized_rows, tokens_of_rows
 from .swiglu_columns import SwigluColumnsGradients, swiglu_columns_backward
@@ -47,11 +47,11 @@ def _dgrad(
     expert_offsets: torch.Tensor,
     parts: int,
 ) -> torch.Tensor:
-    of_rows = empty_dgrad(data, scale_inv, weight)
+    grad_rows = empty_dgrad(data, scale_inv, weight)
     codes = codes_of(weight, parts, is_backward=True)
     b = codes.transposed, codes.scale_inv.mT
-    m_grouped_fp8_gemm_nt_contiguous((data, scale_inv), b, of_rows, expert_offsets=expert_offsets)
-    return of_rows
+    m_grouped_fp8_gemm_nt_contiguous((data, scale_inv), b, grad_rows, expert_offsets=expert_offsets)
+    return grad_rows
 
 
 trained_dgrad = register(
@@ -61,20 +61,20 @@ trained_dgrad = register(
     fake=empty_dgrad,
     hopper=_dgrad,
 )
-"""bf16 [R, K]: quantized rows times the master weight [E, N, K] of their expert, as
-`grouped_dgrad`. Rows of no expert are not defined."""
+"""bf16 [R, K]: quantized rows times the master weight [E, N, K] of their expert, as in
+`grouped_dgrad`. Rows of no expert are undefined."""
 
 
 class TrainedExpertsBackwardInputs(NamedTuple):
-    """What `trained_experts_backward` takes.
+    """The inputs of `trained_experts_backward`.
 
-    grad: [T, H] bf16, fp16 or fp32, that of the result.
-    gate_up: what the forward gave, bf16 [R, 2, I], or its codes e4m3 [2 R, I] with fp32 scales
+    grad: [T, H] bf16, fp16 or fp32, the gradient of the result.
+    gate_up: saved by the forward, bf16 [R, 2, I], or its codes e4m3 [2 R, I] with fp32 scales
         [2 R, ceil(I/128)].
-    of_gate_up_proj, of_down_proj: bf16 or fp32 in the shapes of the weights, where their gradients
-        go; None: it is not wanted.
-    adds_to_gate_up_proj, adds_to_down_proj: whether they are added to what is there, in fp32.
-    blocks: whether the inputs of these gradients have one scale for 128x128.
+    grad_gate_up_proj, grad_down_proj: bf16 or fp32 in the shapes of the weights, written with their
+        gradients; None: not wanted.
+    adds_to_gate_up_proj, adds_to_down_proj: whether gradients are added to these, in fp32.
+    blocks: whether column codes of X and of w a have one scale for 128x128.
     The others: as in the forward.
     """
 
@@ -86,8 +86,8 @@ class TrainedExpertsBackwardInputs(NamedTuple):
     gate_up_scale_inv: torch.Tensor | None
     gate_up_proj: torch.Tensor
     down_proj: torch.Tensor
-    of_gate_up_proj: Written | None
-    of_down_proj: Written | None
+    grad_gate_up_proj: Written | None
+    grad_down_proj: Written | None
     adds_to_gate_up_proj: bool
     adds_to_down_proj: bool
     swiglu_limit: float | None
@@ -121,28 +121,28 @@ def _allocate_backward(
 
 
 def _backward(inputs: TrainedExpertsBackwardInputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """Step by step, as the head of this file says."""
+    """Run the steps at the head of this file, one by one."""
     _check_backward(inputs)
-    grad, x, ids, weights, *gate_up, gate_up_proj, down_proj, of_gate_up, of_down = inputs[:10]
+    grad, x, ids, weights, *gate_up, gate_up_proj, down_proj, grad_gate_up, grad_down = inputs[:10]
     limit, expert_offset, num_global_experts, blocks = inputs[12:]
     num_experts, rank = len(down_proj), (expert_offset, num_global_experts)
     *rows, offsets, to_row = quantized_rows(grad, ids, num_experts, *rank)
     to_token = tokens_of_rows(to_row, ids.numel())
-    of_activated = trained_dgrad(*rows, down_proj, offsets, 1)
-    of_swiglu = SwigluColumnsGradients(
-        *swiglu_columns_backward(of_activated, *gate_up, offsets, to_row, weights, limit, blocks)
+    grad_activated = trained_dgrad(*rows, down_proj, offsets, 1)
+    swiglu_gradients = SwigluColumnsGradients(
+        *swiglu_columns_backward(grad_activated, *gate_up, offsets, to_row, weights, limit, blocks)
     )
-    of_rows = trained_dgrad(*of_swiglu[:2], gate_up_proj, offsets, 2)
-    dx = sum_rows(of_rows, to_row, of_swiglu.is_first)
-    if of_down is not None:
-        of_y = quantize_128x1(grad, offsets, to_token, False, MIN_GRADIENT_AMAX, False)
-        activated = of_swiglu.activated_columns, of_swiglu.activated_scale_inv
-        k_grouped_gemm(*of_y, *activated, of_down, offsets, 0, inputs.adds_to_down_proj)
-    if of_gate_up is not None:
-        of_x = quantize_128x1(x, offsets, to_token, False, MIN_GRADIENT_AMAX, blocks)
-        columns = of_swiglu.gate_up_columns, of_swiglu.gate_up_scale_inv
-        k_grouped_gemm(*columns, *of_x, of_gate_up, offsets, 0, inputs.adds_to_gate_up_proj)
-    return dx, of_swiglu.of_weights
+    grad_rows = trained_dgrad(*swiglu_gradients[:2], gate_up_proj, offsets, 2)
+    dx = sum_rows(grad_rows, to_row, swiglu_gradients.is_first)
+    if grad_down is not None:
+        grad_columns = quantize_128x1(grad, offsets, to_token, False, MIN_GRADIENT_AMAX, False)
+        activated = swiglu_gradients.activated_columns, swiglu_gradients.activated_scale_inv
+        k_grouped_gemm(*grad_columns, *activated, grad_down, offsets, 0, inputs.adds_to_down_proj)
+    if grad_gate_up is not None:
+        x_columns = quantize_128x1(x, offsets, to_token, False, MIN_GRADIENT_AMAX, blocks)
+        columns = swiglu_gradients.gate_up_columns, swiglu_gradients.gate_up_scale_inv
+        k_grouped_gemm(*columns, *x_columns, grad_gate_up, offsets, 0, inputs.adds_to_gate_up_proj)
+    return dx, swiglu_gradients.grad_weights
 
 
 def _launch_backward(inputs: TrainedExpertsBackwardInputs) -> tuple[torch.Tensor, torch.Tensor]:
@@ -152,12 +152,12 @@ def _launch_backward(inputs: TrainedExpertsBackwardInputs) -> tuple[torch.Tensor
     down = codes_of(inputs.down_proj, is_backward=True)
     gate_up = codes_of(inputs.gate_up_proj, parts=2, is_backward=True)
     grad = inputs.grad if inputs.grad.stride(1) == 1 else inputs.grad.contiguous()
-    saved, saved_scales = saved_as_read(inputs.gate_up, inputs.gate_up_scale_inv)
+    saved, saved_scales = readable_saved(inputs.gate_up, inputs.gate_up_scale_inv)
     tensors = (
         *(readable(grad), readable(inputs.hidden_states)),
         *(inputs.top_k_index, inputs.top_k_weights, saved, saved_scales),
         *(down.transposed, down.scale_inv.mT, gate_up.transposed, gate_up.scale_inv.mT),
-        *(inputs.of_down_proj, inputs.of_gate_up_proj, dx, grad_weights),
+        *(inputs.grad_down_proj, inputs.grad_gate_up_proj, dx, grad_weights),
     )
     driver = current_driver()
     key = (
@@ -167,19 +167,19 @@ def _launch_backward(inputs: TrainedExpertsBackwardInputs) -> tuple[torch.Tensor
         inputs[10:],
         driver.max_sms,
     )
-    found = driver.prepared().get(key)
-    if found is None:
+    prepared = driver.prepared().get(key)
+    if prepared is None:
         _check_backward(inputs)
-        found = driver.keep(key, _prepare(inputs, tensors))
+        prepared = driver.keep(key, _prepare(inputs, tensors))
     addresses = tuple([0 if x is None else x.data_ptr() for x in tensors])
-    found(grad.get_device(), addresses)
+    prepared(grad.get_device(), addresses)
     return dx, grad_weights
 
 
 def _prepare(
     inputs: TrainedExpertsBackwardInputs, tensors: tuple[torch.Tensor | None, ...]
 ) -> Launches:
-    """tensors: those of a call, in the order of its addresses."""
+    """tensors: of a call, in the order of `INPUTS`."""
     (num_tokens, top_k), (e, h, i) = inputs.top_k_index.shape, inputs.down_proj.shape
     sizes = Sizes(num_tokens, top_k, e, h, i, False, inputs.num_global_experts)
     named = layouts(**dict(zip(INPUTS, tensors, strict=True)))
@@ -212,4 +212,4 @@ trained_experts_backward = register_inputs(
     hopper=_launch_backward,
 )
 """`TrainedExpertsBackwardInputs` -> bf16 dX [T, H] and fp32 [T, k], the gradient of the weights of
-choices; those of the weights go where they are told to."""
+choices; the gradients of gate_up_proj and down_proj go to the given tensors."""

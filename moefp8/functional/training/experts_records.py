@@ -1,17 +1,17 @@
-"""What the gradients of trained experts launch on a Hopper GPU: kernels in a row.
+"""The kernels of a backward of trained experts on a Hopper GPU, in order.
 
 T tokens, k choices each, E experts, H hidden, I intermediate, R = T k rows.
 
 1. `routing/dispatch.cu` plans the routing as the forward did, quantizes the gradient of every token
    once, and copies it to its rows.
 2. `gemm.cu` with W_down^T.
-3. `swiglu_columns.cu`: the gradients of scores, d[gate | up] in codes of rows and of columns, and
-   the activated values times their scores in codes of columns.
+3. `swiglu_columns.cu`: the gradients of scores, d[gate | up] in row codes and in column codes, and
+   the activated values times their scores in column codes.
 4. `gemm.cu` with W_gate_up^T, and `routing/combine.cu`: the gradient of each token.
 5. `columns.cu` with the gradients of tokens, and `k_grouped.cu`: the gradient of W_down.
 6. `columns.cu` with the tokens, and `k_grouped.cu`: the gradient of W_gate_up.
 
-None waits for the host, and what they leave for each other is in one workspace.
+None waits for the host. Intermediate results are in one workspace.
 """
 
 import math
@@ -29,7 +29,7 @@ from ...quant.columns import column_codes, describe_columns, num_column_blocks
 from ...routing.combine import describe_combine
 from ...routing.dispatch import describe_dispatch
 from ..expert_configs import Sizes, describe_backward_configs
-from ..expert_parts import GIVEN, Choices, Given, TransposedWeights, describe_rows_gemm
+from ..expert_parts import BF16_CALL, CallTensors, Choices, TransposedWeights, describe_rows_gemm
 from .swiglu_columns import describe_swiglu_columns
 
 # The addresses of a call, in order; those of optional tensors are 0 where there are none.
@@ -58,7 +58,7 @@ def describe_trained_backward(
     blocks: bool = False,
     accumulate: tuple[bool, bool] = (False, False),
 ) -> None:
-    """The steps of a backward, as the head of this file says.
+    """Add the steps of a backward to r; the head of this file lists them.
 
     The gradients of scores go to the input "grad_weights", fp32 [T, k].
 
@@ -67,8 +67,8 @@ def describe_trained_backward(
         saved, saved_scales: as in `describe_swiglu_backward`.
         grad_down, grad_gate_up: bf16 or fp32 [E, H, I] and [E, 2I, H], or None.
         dx: bf16 [T, H], contiguous.
-        blocks: whether x, and what is activated, have one scale for 128 tokens of 128 features.
-        accumulate: whether grad_down, and grad_gate_up, are added to, in fp32.
+        blocks: whether x and activated values have one scale for 128 tokens of 128 features.
+        accumulate: whether the step adds to grad_down, and to grad_gate_up, in fp32.
     """
     num_rows, h, i = sizes.num_tokens * sizes.top_k, sizes.hidden_size, sizes.intermediate_size
     num_columns = num_column_blocks(num_rows, sizes.num_experts)
@@ -122,7 +122,7 @@ def describe_trained_backward(
     describe_combine(r, results, token_to_row, is_first, dx, programmatic=True)
 
     def gathered(name: str, tokens: Tensor, *, blocks: bool) -> Codes:
-        """Column codes of tokens, in the rows of their experts."""
+        """Add a step that makes column codes of tokens, with one row for each choice."""
         columns = column_codes(r, name, num_columns, tokens.shape[1], blocks=blocks)
         describe_columns(
             r,
@@ -152,7 +152,7 @@ def describe_trained_backward(
 
 def trained_backward_record(
     sizes: Sizes,
-    given: Given = GIVEN,
+    tensors: CallTensors = BF16_CALL,
     target: Target = ANY_TARGET,
     span: Span | None = None,
     *,
@@ -160,13 +160,13 @@ def trained_backward_record(
     dtypes: tuple[torch.dtype | None, torch.dtype | None] = (torch.float32, torch.float32),
     accumulate: bool = False,
 ) -> Record:
-    """The record of a backward of contiguous tensors, whose gradients are BF16.
+    """The record of a backward of contiguous tensors, with BF16 gradients of the result.
 
-    given: of the tokens. blocks, accumulate: as in `describe_trained_backward`.
-    dtypes: those of the gradients of down, and of gate and up, if they are wanted.
+    blocks, accumulate: as in `describe_trained_backward`.
+    dtypes: of the gradients of down, and of gate and up; None: not wanted.
     """
     e, h, i = sizes[2:5]
-    saved, saved_scales = given.saved_tensors(sizes)
+    saved, saved_scales = tensors.saved_tensors(sizes)
     shapes = {"grad_down": (e, h, i), "grad_gate_up": (e, 2 * i, h)}
     grad_down, grad_gate_up = (
         None if dtype is None else Tensor.contiguous(name, *shape, dtype=dtype)
@@ -176,9 +176,9 @@ def trained_backward_record(
     describe_trained_backward(
         r,
         sizes,
-        grad=given._replace(dtype=torch.bfloat16).tokens("grad", sizes),
-        x=given.tokens("x", sizes),
-        choices=given.choices(sizes),
+        grad=tensors._replace(dtype=torch.bfloat16).tokens("grad", sizes),
+        x=tensors.tokens("x", sizes),
+        choices=tensors.choices(sizes),
         saved=saved,
         saved_scales=saved_scales,
         weights=TransposedWeights(
@@ -187,7 +187,7 @@ def trained_backward_record(
         ),
         grad_down=grad_down,
         grad_gate_up=grad_gate_up,
-        dx=given.results("dx", sizes),
+        dx=tensors.results("dx", sizes),
         blocks=blocks,
         accumulate=(accumulate, accumulate),
     )
@@ -195,15 +195,15 @@ def trained_backward_record(
 
 
 def trained_backward_kernels(
-    target: Target, sizes: Sizes, given: Given, **options: Any
+    target: Target, sizes: Sizes, tensors: CallTensors, **options: Any
 ) -> Iterator[Kernel]:
-    """The kernels of a backward for up to as many tokens as `sizes` says, W^T apart.
+    """The kernels of a backward for up to `sizes.num_tokens` tokens, but those that make W^T.
 
-    options: those of `trained_backward_record`.
+    options: of `trained_backward_record`.
     """
 
     def describe(span: Span) -> Record:
         some = sizes._replace(num_tokens=span.first)
-        return trained_backward_record(some, given, target, span, **options)
+        return trained_backward_record(some, tensors, target, span, **options)
 
     return kernels_of(describe, sizes.num_tokens)

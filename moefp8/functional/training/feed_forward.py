@@ -1,8 +1,8 @@
-"""A SwiGLU feed-forward that every token takes, whose weights are trained.
+"""A SwiGLU feed-forward that every token takes, with trained weights.
 
 T tokens, H hidden, I intermediate. The forward is that of frozen weights with the codes of the
 master weights, so a trainer and a server compute the same bits. It saves x, and gate and up of each
-token before SwiGLU; the backward goes through three linears.
+token before SwiGLU. The backward is that of three linears.
 """
 
 from collections.abc import Sequence
@@ -24,10 +24,10 @@ _OP = "trained_feed_forward"
 
 
 class TrainedFeedForwardInputs(NamedTuple):
-    """What `trained_feed_forward` takes.
+    """The inputs of `trained_feed_forward`.
 
     x: [T, H] bf16, fp16 or fp32. gate, up: [I, H] and down: [H, I], bf16, fp16 or fp32.
-    trusts: as in `codes_of`. saves: whether gate and up of each token are kept for a backward.
+    reuse_codes: as in `codes_of`. saves: whether gate and up of tokens are saved for a backward.
     The others: as in `FeedForwardInputs`.
     """
 
@@ -37,7 +37,7 @@ class TrainedFeedForwardInputs(NamedTuple):
     down: torch.Tensor
     swiglu_limit: float | None
     batch_invariant: bool
-    trusts: bool
+    reuse_codes: bool
     saves: bool
 
 
@@ -49,7 +49,7 @@ def _allocate(inputs: TrainedFeedForwardInputs) -> tuple[torch.Tensor, torch.Ten
 
 def _forward(inputs: TrainedFeedForwardInputs) -> tuple[torch.Tensor, torch.Tensor]:
     weights = inputs.gate, inputs.up, inputs.down
-    codes = [codes_of(weight, trusts=inputs.trusts) for weight in weights]
+    codes = [codes_of(weight, reuse_codes=inputs.reuse_codes) for weight in weights]
     tensors = inputs.x, *(y for x in codes for y in (x.data, x.scale_inv))
     options = inputs.swiglu_limit, inputs.batch_invariant
     if inputs.saves:
@@ -66,12 +66,12 @@ trained_feed_forward = register_inputs(
     fake=_allocate,
     hopper=_forward,
 )
-"""`feed_forward` with the codes of master weights -> (bf16 [T, H], gate and up of each token, bf16
-[T, 2, I], as `feed_forward_saving` has them, or nothing of them)."""
+"""`feed_forward` with the codes of master weights -> (bf16 [T, H]; gate and up of each token, bf16
+[T, 2, I], as in `feed_forward_saving`, or empty without `saves`)."""
 
 
 def _for_weight(x: torch.Tensor, wgrad: Wgrad, is_needed: bool) -> Sequence[torch.Tensor]:
-    """What the gradient of a weight that x [M, K] meets is made of; nothing if it is not needed."""
+    """The operands made from x [M, K] for the gradient of the weight that multiplies x."""
     if not is_needed or wgrad == "bf16":
         return [x]
     return quantize_128x1(x, None, None, False, MIN_AMAX, wgrad == "128x128")
@@ -82,14 +82,14 @@ class _TrainedFeedForward(torch.autograd.Function):
     def forward(
         ctx: Any,
         wgrad: Wgrad,
-        trusts: bool,
+        reuse_codes: bool,
         limit: float | None,
         batch_invariant: bool,
         x: torch.Tensor,
         *weights: torch.Tensor,
     ) -> torch.Tensor:
         y: torch.Tensor
-        y, gate_up = trained_feed_forward(x, *weights, limit, batch_invariant, trusts, True)
+        y, gate_up = trained_feed_forward(x, *weights, limit, batch_invariant, reuse_codes, True)
         ctx.save_for_backward(x, gate_up, *weights)
         ctx.masters = [main_grad.master(weight) for weight in weights]
         ctx.wgrad, ctx.limit, ctx.batch_invariant = wgrad, limit, batch_invariant
@@ -130,16 +130,16 @@ def shared_experts(
     limit: float | None,
     wgrad: Wgrad,
     *,
-    trusts: bool,
+    reuse_codes: bool,
     batch_invariant: bool,
 ) -> torch.Tensor:
     """`trained_feed_forward` -> bf16 [T, H], with gradients in x and in the weights.
 
-    layer: who is named in errors. weights: those of gate, of up and of down. wgrad: see `Wgrad`.
+    layer: the name in errors. weights: of gate, up and down. wgrad: see `Wgrad`.
     """
     y: torch.Tensor
     if records(layer, x, *weights):
-        y = _TrainedFeedForward.apply(wgrad, trusts, limit, batch_invariant, x, *weights)
+        y = _TrainedFeedForward.apply(wgrad, reuse_codes, limit, batch_invariant, x, *weights)
     else:
-        y, _ = trained_feed_forward(x, *weights, limit, batch_invariant, trusts, False)
+        y, _ = trained_feed_forward(x, *weights, limit, batch_invariant, reuse_codes, False)
     return y

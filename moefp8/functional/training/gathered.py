@@ -1,8 +1,8 @@
-"""A weight of which only the codes were gathered from its shards, in the master weight's place.
+"""A stand-in for a master weight, of which FSDP2 gathered only the codes from the shards.
 
-FSDP2 hands a module such a tensor instead of a gathered master weight: 1 byte a weight, and scales.
-It has the shape and dtype of the master weight, so that its gradient has them, too. The ops of
-trained layers read its codes; it has no values that other operations could read.
+A module gets this tensor instead of a gathered master weight: 1 byte a weight, and scales. It has
+the shape and dtype of the master weight, and so has its gradient. The ops of trained layers read
+its codes; it has no values for other operations to read.
 """
 
 import re
@@ -15,8 +15,8 @@ from ...kernels.common.registry import Op, register
 from ..transposed import transposed
 
 _aten = torch.ops.aten
-_KEEPING = {_aten.detach.default, _aten.alias.default, _aten.as_strided.default}
-_OF_ITS_SHAPE = {
+_VIEWS = {_aten.detach.default, _aten.alias.default, _aten.as_strided.default}
+_NEW_TENSORS = {
     _aten.empty_like.default,
     _aten.zeros_like.default,
     _aten.ones_like.default,
@@ -24,14 +24,14 @@ _OF_ITS_SHAPE = {
     _aten.new_zeros.default,
 }
 _SCHEMA = re.compile(r"moefp8::(\w+)\((.*)\) -> (.*)")
-_of_codes: dict[Any, Any] = {}  # overload -> the same op, which takes codes for weights
+_ops_with_codes: dict[Any, Any] = {}  # overload -> the same op, with codes in place of weights
 
 
 class GatheredWeight(torch.Tensor):
     """Codes of a weight, with the shape and dtype of its master weight.
 
     Attributes:
-        codes, scale_inv: as in `WeightCodes`; whoever gathered them frees and fills their memory.
+        codes, scale_inv: as in `WeightCodes`; FSDP frees and fills their memory.
         parts: as in `codes_of`.
     """
 
@@ -58,19 +58,19 @@ class GatheredWeight(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in _of_codes:
-            return _of_codes[func](*args)
-        if func in _KEEPING:
+        if func in _ops_with_codes:
+            return _ops_with_codes[func](*args)
+        if func in _VIEWS:
             self = args[0]
             if func is _aten.as_strided.default and list(args[1]) != list(self.shape):
                 raise ValueError(
                     f"a gathered weight of shape {list(self.shape)} cannot be viewed as {args[1]}"
                 )
             return cls(self.codes, self.scale_inv, self.parts, self.dtype)
-        if func in _OF_ITS_SHAPE:
-            given = dict(kwargs or {})
-            given["dtype"] = given.get("dtype") or args[0].dtype
-            return func(args[0].codes, *args[1:], **given)
+        if func in _NEW_TENSORS:
+            options = dict(kwargs or {})
+            options["dtype"] = options.get("dtype") or args[0].dtype
+            return func(args[0].codes, *args[1:], **options)
         raise TypeError(
             f"{func}: FSDP gathered FP8 codes of this weight, which only GEMMs of moefp8 can read; "
             "for its values use the sharded parameter, or leave out prepare_fsdp"
@@ -90,9 +90,9 @@ class GatheredWeight(torch.Tensor):
 
 
 class GatheredCodes:
-    """What `codes_of` gives of a gathered weight, as `WeightCodes`, with W^T made when asked for.
+    """The result of `codes_of` for a gathered weight: `WeightCodes` that make W^T on first use.
 
-    On a GPU, W^T is kept until whoever gathered the codes frees them.
+    On a GPU, W^T is kept until FSDP frees the codes.
     """
 
     def __init__(self, weight: GatheredWeight, parts: int) -> None:
@@ -111,12 +111,12 @@ class GatheredCodes:
 def takes_gathered(op: Op, *names: str) -> None:
     """Let an op take a `GatheredWeight` for each of the arguments `names`.
 
-    For that, the same op is registered once more, with codes and scales in place of such weights:
-    so tracers see all that is read.
+    The op is registered a second time, with codes and scales in place of such weights, so that
+    tracers see all tensors that it reads.
     """
     overload = op.overload
-    name, told, returns = _SCHEMA.fullmatch(str(overload._schema)).groups()  # type: ignore[union-attr]
-    arguments = told.split(", ")
+    name, schema, returns = _SCHEMA.fullmatch(str(overload._schema)).groups()  # type: ignore[union-attr]
+    arguments = schema.split(", ")
     are_weights = [x.split()[1] in names for x in arguments]
     with_codes = ", ".join(
         f"{x}, Tensor? {x.split()[1]}_scale_inv, int {x.split()[1]}_parts, str {x.split()[1]}_dtype"
@@ -125,34 +125,35 @@ def takes_gathered(op: Op, *names: str) -> None:
         for x, is_weight in zip(arguments, are_weights, strict=True)
     )
 
-    def taking(make: Callable[..., torch.Tensor], args: tuple[Any, ...]) -> list[Any]:
-        left, given = iter(args), []
+    def with_weights(make: Callable[..., torch.Tensor], args: tuple[Any, ...]) -> list[Any]:
+        left, joined = iter(args), []
         for is_weight in are_weights:
             x = next(left)
             if is_weight:
                 scale_inv, parts, dtype = next(left), next(left), next(left)
                 x = x if scale_inv is None else make(x, scale_inv, parts, getattr(torch, dtype))
-            given.append(x)
-        return given
+            joined.append(x)
+        return joined
 
     def body(*args: Any) -> Any:
         with torch._C._DisableTorchDispatch():
-            return overload(*taking(GatheredWeight, args))
+            return overload(*with_weights(GatheredWeight, args))
 
     def fake(*args: Any) -> Any:
-        return overload(*taking(lambda x, _, __, dtype: torch.empty_like(x, dtype=dtype), args))
+        weights = with_weights(lambda x, _, __, dtype: torch.empty_like(x, dtype=dtype), args)
+        return overload(*weights)
 
     twin = register(
         f"{name}_of_gathered({with_codes}) -> {returns}", cpu=body, fake=fake, cuda=body
     )
 
     def call(*args: Any) -> Any:
-        given: list[Any] = []
+        split: list[Any] = []
         for x, is_weight in zip(args, are_weights, strict=True):
             if isinstance(x, GatheredWeight):
-                given += [x.codes, x.scale_inv, x.parts, str(x.dtype).removeprefix("torch.")]
+                split += [x.codes, x.scale_inv, x.parts, str(x.dtype).removeprefix("torch.")]
             else:
-                given += [x, None, 1, ""] if is_weight else [x]
-        return twin(*given)
+                split += [x, None, 1, ""] if is_weight else [x]
+        return twin(*split)
 
-    _of_codes[overload] = call
+    _ops_with_codes[overload] = call

@@ -1,7 +1,7 @@
-"""A trained linear of each expert, for rows that are grouped by expert. R rows, K in, N out.
+"""A trained linear of each expert, for rows grouped by expert. R rows, K in, N out.
 
-As `linear.py`, with weights [E, N, K]: all GEMMs and quantizations take the rows of all experts at
-once, and only the device knows how many each has.
+As `linear.py`, with weights [E, N, K]. Each GEMM and quantization takes the rows of all experts at
+once; only the device knows how many rows an expert has.
 """
 
 from typing import Any, NamedTuple
@@ -23,12 +23,12 @@ _OP = "trained_grouped_linear"
 
 
 class TrainedGroupedInputs(NamedTuple):
-    """What `trained_grouped_linear` takes.
+    """The inputs of `trained_grouped_linear`.
 
     x: [R, K] bf16, fp16 or fp32. weight: [E, N, K] bf16, fp16 or fp32.
-    expert_offsets: int32 [E + 1]; rows of no expert give nothing that is defined.
-    is_backward: whether x is dY, which is multiplied by W^T: x [R, N] gives dX [R, K].
-    multiplies, saves: whether the product, and column codes of x, are made; else they are empty.
+    expert_offsets: int32 [E + 1]; the results of rows of no expert are undefined.
+    is_backward: whether x is dY [R, N], and the product is dX = dY W [R, K].
+    multiplies, saves: whether to make the product, and column codes of x; else they are empty.
     blocks: whether column codes have one scale for 128 features.
     """
 
@@ -60,10 +60,10 @@ def _check(inputs: TrainedGroupedInputs) -> None:
 
 def _quantize_both(inputs: TrainedGroupedInputs) -> tuple[torch.Tensor, ...]:
     min_amax = MIN_GRADIENT_AMAX if inputs.is_backward else MIN_AMAX
-    found: tuple[torch.Tensor, ...] = quantize_1x128_and_128x1(
+    quantized: tuple[torch.Tensor, ...] = quantize_1x128_and_128x1(
         inputs.x, inputs.expert_offsets, False, min_amax, inputs.blocks
     )
-    return found
+    return quantized
 
 
 def _allocate(inputs: TrainedGroupedInputs) -> Trained:
@@ -77,17 +77,17 @@ def _body(inputs: TrainedGroupedInputs) -> Trained:
     x, weight, expert_offsets, is_backward, multiplies, saves, _ = inputs
     y = _empty(inputs)
     codes = codes_of(weight, is_backward=is_backward) if multiplies else None
-    found: tuple[torch.Tensor, ...] = ()
+    quantized: tuple[torch.Tensor, ...] = ()
     if saves:
-        found = _quantize_both(inputs)
+        quantized = _quantize_both(inputs)
     elif multiplies:
-        found = quantize_1x128(x, False, MIN_GRADIENT_AMAX if is_backward else MIN_AMAX)
-    data, scale_inv = (found[2], found[3]) if saves else nothing_of(x)
+        quantized = quantize_1x128(x, False, MIN_GRADIENT_AMAX if is_backward else MIN_AMAX)
+    data, scale_inv = (quantized[2], quantized[3]) if saves else nothing_of(x)
     if codes:
         b = codes.data, codes.scale_inv
         if is_backward:
             b = codes.transposed, codes.scale_inv.mT
-        a = found[0], found[1]
+        a = quantized[0], quantized[1]
         m_grouped_fp8_gemm_nt_contiguous(a, b, y, expert_offsets=expert_offsets)
     return y, data, scale_inv
 
@@ -125,18 +125,18 @@ class _TrainedGroupedLinear(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        weight, expert_offsets, *of_x = ctx.saved_tensors
+        weight, expert_offsets, *x_columns = ctx.saved_tensors
         master = weight if ctx.master is None else ctx.master
         _, needs_x, needs_weight, _ = ctx.needs_input_grad
         needs_weight = needs_weight and main_grad.is_asked_for(master)
-        dx, *of_y = trained_grouped_linear(
+        dx, *grad_columns = trained_grouped_linear(
             grad, weight, expert_offsets, True, needs_x, needs_weight, False
         )
-        of_weight = None
+        grad_weight = None
         if needs_weight:
-            pairs = (of_y[0], of_y[1]), (of_x[0], of_x[1])
-            of_weight = weight_gradient(master, *pairs, len(grad), expert_offsets)
-        return None, dx.to(ctx.dtype) if needs_x else None, of_weight, None
+            pairs = (grad_columns[0], grad_columns[1]), (x_columns[0], x_columns[1])
+            grad_weight = weight_gradient(master, *pairs, len(grad), expert_offsets)
+        return None, dx.to(ctx.dtype) if needs_x else None, grad_weight, None
 
 
 def grouped_linear(
@@ -148,10 +148,10 @@ def grouped_linear(
 ) -> torch.Tensor:
     """bf16 [R, N]: row r is x[r] W_e^T for the expert e of r, with gradients in x and weights.
 
-    Rows of no expert are not defined, nor are their gradients.
+    Rows of no expert and their gradients are undefined.
 
     Args:
-        layer: who is named in errors.
+        layer: the name in errors.
         x: [R, K]; weight: [E, N, K]; both bf16, fp16 or fp32.
         expert_offsets: int32 [E + 1], as in `m_grouped_fp8_gemm_nt_contiguous`.
         wgrad: "128x1" or "128x128", see `Wgrad`.

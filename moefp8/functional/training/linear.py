@@ -1,9 +1,9 @@
 """A linear layer whose weight is trained: forward, dX and dW by FP8 GEMMs. M rows, K in, N out.
 
-The weight is the master weight; `weights.codes_of` keeps its codes. In a forward one kernel makes
-both codes of x: those of rows for the GEMM, and those of columns (128 rows of a feature), which are
-what is saved. A backward does the same to dY: its rows are multiplied by W for dX = dY W, and its
-columns by those of x for dW = dY^T X. All kernels of either are one prepared launch.
+The weight is the master weight; `weights.codes_of` keeps its codes. In the forward one kernel
+makes row codes of x for the GEMM, and column codes (a scale for 128 rows of a feature), which are
+saved. The backward quantizes dY likewise: its row codes times W give dX = dY W, its column codes
+times those of x give dW = dY^T X. Forward and backward are one prepared launch each.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -55,8 +55,8 @@ from .weights import codes_of
 
 _OP, _BACKWARD = "trained_linear", "trained_linear_backward"
 Wgrad = Literal["128x1", "128x128", "bf16"]
-"""How the inputs of a gradient in weights are held: in FP8 with a scale for 128 tokens of a
-feature, or of 128 features; or in BF16, and then so are the gradients that they meet."""
+"""The format in which inputs are saved for gradients of weights: FP8 with a scale for 128 tokens of
+one feature or of 128 features, or BF16; in BF16 the gradient of the result stays BF16, too."""
 
 
 def check_wgrad(layer: str, wgrad: str) -> None:
@@ -65,26 +65,26 @@ def check_wgrad(layer: str, wgrad: str) -> None:
 
 
 class TrainedLinearInputs(NamedTuple):
-    """What `trained_linear` takes.
+    """The inputs of `trained_linear`.
 
     x: [M, K] bf16, fp16 or fp32. weight: [N, K] bf16, fp16 or fp32. bias: [N], or None.
-    trusts: as in `codes_of`.
-    saves: whether column codes of x are made.
-    blocks: whether they have one scale for 128 features.
+    reuse_codes: as in `codes_of`.
+    saves: whether to make column codes of x.
+    blocks: whether these have one scale for 128 features.
     batch_invariant: a row of the result has the same bits whatever M is, see `fp8_gemm_nt`.
     """
 
     x: torch.Tensor
     weight: torch.Tensor
     bias: torch.Tensor | None
-    trusts: bool
+    reuse_codes: bool
     saves: bool
     blocks: bool
     batch_invariant: bool
 
 
 Saved = tuple[torch.Tensor, torch.Tensor]  # column codes and their scales
-Trained = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # what an op gives, and `Saved`
+Trained = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # the result, and `Saved`
 
 
 def _check(inputs: TrainedLinearInputs) -> None:
@@ -104,7 +104,7 @@ def _empty(x: torch.Tensor, columns: int) -> torch.Tensor:
 
 
 def nothing_of(x: torch.Tensor) -> Saved:
-    """In the place of column codes that nobody needs."""
+    """Empty tensors in place of column codes that are not needed."""
     return x.new_empty(0, dtype=torch.float8_e4m3fn), x.new_empty(0, dtype=torch.float32)
 
 
@@ -120,8 +120,8 @@ def _allocate(inputs: TrainedLinearInputs) -> Trained:
 
 
 def _forward(inputs: TrainedLinearInputs) -> Trained:
-    x, weight, bias, trusts, saves, blocks, batch_invariant = inputs
-    codes = codes_of(weight, trusts=trusts)
+    x, weight, bias, reuse_codes, saves, blocks, batch_invariant = inputs
+    codes = codes_of(weight, reuse_codes=reuse_codes)
     if not saves:
         y = fp8_linear(x, codes.data, codes.scale_inv, bias, batch_invariant)
         return y, *nothing_of(x)
@@ -139,13 +139,13 @@ def _body(inputs: TrainedLinearInputs) -> Trained:
 
 def _launch(inputs: TrainedLinearInputs) -> Trained:
     """On a Hopper GPU: two kernels on the current stream; nothing waits for them."""
-    x, weight, bias, trusts, saves, blocks, batch_invariant = inputs
+    x, weight, bias, reuse_codes, saves, blocks, batch_invariant = inputs
     if not saves or x.ndim != 2 or x.dtype not in FLOATS or x.shape[1:] != weight.shape[1:]:
         return _body(inputs)
-    codes = codes_of(weight, trusts=trusts)
+    codes = codes_of(weight, reuse_codes=reuse_codes)
     y, columns = _empty(x, len(weight)), empty_columns(*_blocks_of(x), x.device, blocks=blocks)
-    of_w, check = _Codes(codes.data, codes.scale_inv), partial(_check, inputs)
-    if launch_forward(check, x, of_w, bias, y, columns, blocks, batch_invariant):
+    weight_codes, check = _Codes(codes.data, codes.scale_inv), partial(_check, inputs)
+    if launch_forward(check, x, weight_codes, bias, y, columns, blocks, batch_invariant):
         return y, *columns
     return _body(inputs)
 
@@ -169,20 +169,20 @@ trained_linear = register_inputs(
 
 
 class TrainedLinearBackwardInputs(NamedTuple):
-    """What `trained_linear_backward` takes.
+    """The inputs of `trained_linear_backward`.
 
     grad: [M, N] bf16, fp16 or fp32. weight: as in the forward.
-    of_x, of_x_scale_inv: column codes of x, as the forward gave them.
-    d: bf16 or fp32 [N, K], where the gradient of the weight goes; None: it is not wanted.
-    accumulates: whether it is added to what is there, in fp32.
-    wants_x: whether dX is wanted, which else is empty.
+    x_columns, x_columns_scale_inv: column codes of x from the forward.
+    d: bf16 or fp32 [N, K], written with the gradient of the weight; None: not wanted.
+    accumulates: whether the gradient is added to d, in fp32.
+    wants_x: whether to compute dX; else it is empty.
     batch_invariant: as in the forward, for dX.
     """
 
     grad: torch.Tensor
     weight: torch.Tensor
-    of_x: torch.Tensor
-    of_x_scale_inv: torch.Tensor
+    x_columns: torch.Tensor
+    x_columns_scale_inv: torch.Tensor
     d: Written | None
     accumulates: bool
     wants_x: bool
@@ -192,7 +192,7 @@ class TrainedLinearBackwardInputs(NamedTuple):
 def _allocate_backward(inputs: TrainedLinearBackwardInputs) -> torch.Tensor:
     """Check, then allocate dX; this is also the fake body."""
     grad, weight = inputs.grad, inputs.weight
-    check_same_device(_BACKWARD, grad=grad, weight=weight, of_x=inputs.of_x, d=inputs.d)
+    check_same_device(_BACKWARD, grad=grad, weight=weight, x_columns=inputs.x_columns, d=inputs.d)
     check_tensor(_BACKWARD, "grad", grad, FLOATS, 2)
     check_shape(_BACKWARD, "grad", grad, [len(grad), len(weight)], "[M, N] for weight [N, K]")
     return _empty(grad, weight.shape[1] if inputs.wants_x else 0)
@@ -200,29 +200,29 @@ def _allocate_backward(inputs: TrainedLinearBackwardInputs) -> torch.Tensor:
 
 def _backward(inputs: TrainedLinearBackwardInputs) -> torch.Tensor:
     dx = _allocate_backward(inputs)
-    grad, weight, *of_x, d, accumulates, wants_x, batch_invariant = inputs
+    grad, weight, *x_columns, d, accumulates, wants_x, batch_invariant = inputs
     codes = codes_of(weight, is_backward=True) if wants_x else None
-    found: tuple[torch.Tensor, ...] = ()
+    quantized: tuple[torch.Tensor, ...] = ()
     if d is not None:
-        found = quantize_1x128_and_128x1(grad, None, False, MIN_GRADIENT_AMAX)
+        quantized = quantize_1x128_and_128x1(grad, None, False, MIN_GRADIENT_AMAX)
     elif wants_x:
-        found = quantize_1x128(grad, False, MIN_GRADIENT_AMAX)
+        quantized = quantize_1x128(grad, False, MIN_GRADIENT_AMAX)
     if codes:
-        of_w = codes.transposed, codes.scale_inv.mT
-        fp8_gemm_nt((found[0], found[1]), of_w, dx, batch_invariant=batch_invariant)
+        weight_codes = codes.transposed, codes.scale_inv.mT
+        fp8_gemm_nt((quantized[0], quantized[1]), weight_codes, dx, batch_invariant=batch_invariant)
     if d is not None:
-        k_grouped_gemm(*found[2:], *of_x, d, None, len(grad), accumulates)
+        k_grouped_gemm(*quantized[2:], *x_columns, d, None, len(grad), accumulates)
     return dx
 
 
 def _launch_backward(inputs: TrainedLinearBackwardInputs) -> torch.Tensor:
-    grad, weight, of_x, scale_inv, d, accumulates, wants_x, batch_invariant = inputs
+    grad, weight, x_columns, scale_inv, d, accumulates, wants_x, batch_invariant = inputs
     if d is None or not wants_x:
         return _backward(inputs)
     codes = codes_of(weight, is_backward=True)
-    dx, of_w = _empty(grad, weight.shape[1]), _Codes(codes.transposed, codes.scale_inv.mT)
-    check, columns = partial(_allocate_backward, inputs), (of_x, scale_inv)
-    if launch_backward(check, grad, of_w, columns, dx, d, accumulates, batch_invariant):
+    dx, weight_codes = _empty(grad, weight.shape[1]), _Codes(codes.transposed, codes.scale_inv.mT)
+    check, columns = partial(_allocate_backward, inputs), (x_columns, scale_inv)
+    if launch_backward(check, grad, weight_codes, columns, dx, d, accumulates, batch_invariant):
         return dx
     return _backward(inputs)
 
@@ -240,26 +240,26 @@ trained_linear_backward = register_inputs(
 
 def weight_gradient(
     weight: torch.Tensor,
-    of_y: Saved,
-    of_x: Saved,
+    grad_columns: Saved,
+    x_columns: Saved,
     num_tokens: int,
     expert_offsets: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
-    """What a backward returns for a weight whose gradient is dY^T X: see `main_grad`.
+    """Compute dY^T X, and what a backward returns for the weight: see `main_grad`.
 
     weight: [N, K], or [E, N, K] with expert_offsets.
-    of_y, of_x: column codes of dY and of X.
+    grad_columns, x_columns: column codes of dY and of X.
     """
     d, accumulates = main_grad.target(weight)
     written = as_written(d)
-    k_grouped_gemm(*of_y, *of_x, written, expert_offsets, num_tokens, accumulates)
+    k_grouped_gemm(*grad_columns, *x_columns, written, expert_offsets, num_tokens, accumulates)
     return main_grad.result(weight, d if written is d else d.copy_(written))
 
 
 class Trainee(NamedTuple):
-    """A weight as a forward saved it.
+    """A weight saved by a forward.
 
-    weight: [N, K]. master: what `main_grad.master` gave for it. wgrad: see `Wgrad`.
+    weight: [N, K]. master: from `main_grad.master`. wgrad: see `Wgrad`.
     """
 
     weight: torch.Tensor
@@ -270,14 +270,14 @@ class Trainee(NamedTuple):
 def gradients(
     grad: torch.Tensor,
     trainee: Trainee,
-    of_x: Sequence[torch.Tensor],
+    saved_x: Sequence[torch.Tensor],
     needs: tuple[bool, bool],
     batch_invariant: bool,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """dX, in bf16, and what a backward returns for the weight.
 
-    grad: that of the result, [M, N]. of_x: x [M, K] itself with wgrad "bf16", else its column codes
-        and their scales; neither if the weight needs no gradient. needs: which of both are wanted.
+    grad: [M, N], the gradient of the result. saved_x: x [M, K] itself with wgrad "bf16", else its
+        column codes and scales; unused if the weight needs no gradient. needs: of x, of the weight.
     """
     weight, master, wgrad = trainee.weight, trainee.master, trainee.wgrad
     master = weight if master is None else master
@@ -286,16 +286,16 @@ def gradients(
     if needs_weight and wgrad != "bf16":
         d, accumulates = main_grad.target(master)
         written, options = as_written(d), (accumulates, needs_x, batch_invariant)
-        dx = trained_linear_backward(grad, weight, *of_x, written, *options)
-        of_weight = main_grad.result(master, d if written is d else d.copy_(written))
-        return (dx if needs_x else None), of_weight
-    dx = of_weight = None
+        dx = trained_linear_backward(grad, weight, *saved_x, written, *options)
+        grad_weight = main_grad.result(master, d if written is d else d.copy_(written))
+        return (dx if needs_x else None), grad_weight
+    dx = grad_weight = None
     if needs_x:
         options = False, True, batch_invariant
         dx = trained_linear_backward(grad, weight, *nothing_of(grad), None, *options)
     if needs_weight:
-        of_weight = _bf16_gradient(master, grad, of_x[0])
-    return dx, of_weight
+        grad_weight = _bf16_gradient(master, grad, saved_x[0])
+    return dx, grad_weight
 
 
 class _TrainedLinear(torch.autograd.Function):
@@ -303,7 +303,7 @@ class _TrainedLinear(torch.autograd.Function):
     def forward(
         ctx: Any,
         wgrad: Wgrad,
-        trusts: bool,
+        reuse_codes: bool,
         batch_invariant: bool,
         x: torch.Tensor,
         weight: torch.Tensor,
@@ -311,30 +311,30 @@ class _TrainedLinear(torch.autograd.Function):
     ) -> torch.Tensor:
         needs_weight = ctx.needs_input_grad[4]
         saves = needs_weight and wgrad != "bf16"
-        options = trusts, saves, wgrad == "128x128", batch_invariant
+        options = reuse_codes, saves, wgrad == "128x128", batch_invariant
         y: torch.Tensor
         y, *columns = trained_linear(x, weight, bias, *options)
         ctx.wgrad, ctx.dtype, ctx.batch_invariant = wgrad, x.dtype, batch_invariant
         ctx.bias_dtype = None if bias is None else bias.dtype
-        of_x = columns if saves else [x] if needs_weight else []
-        ctx.save_for_backward(weight, *of_x)
+        saved_x = columns if saves else [x] if needs_weight else []
+        ctx.save_for_backward(weight, *saved_x)
         ctx.master = main_grad.master(weight)
         return y
 
     @staticmethod
     @first_order
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        weight, *of_x = ctx.saved_tensors
+        weight, *saved_x = ctx.saved_tensors
         *_, needs_x, needs_weight, needs_bias = ctx.needs_input_grad
         needs = needs_x, needs_weight
-        held = Trainee(weight, ctx.master, ctx.wgrad)
-        dx, of_weight = gradients(grad, held, of_x, needs, ctx.batch_invariant)
-        of_bias = grad.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if needs_bias else None
-        return None, None, None, None if dx is None else dx.to(ctx.dtype), of_weight, of_bias
+        trainee = Trainee(weight, ctx.master, ctx.wgrad)
+        dx, grad_weight = gradients(grad, trainee, saved_x, needs, ctx.batch_invariant)
+        grad_bias = grad.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if needs_bias else None
+        return None, None, None, None if dx is None else dx.to(ctx.dtype), grad_weight, grad_bias
 
 
 def as_written(d: torch.Tensor) -> torch.Tensor:
-    """d itself, or FP32 in its place where it has a dtype that the GEMM does not write."""
+    """d itself, or FP32 memory in its place if the GEMM cannot write its dtype."""
     return torch.empty_like(d, dtype=torch.float32) if d.dtype == torch.float16 else d
 
 
@@ -354,19 +354,19 @@ def linear(
     bias: torch.Tensor | None,
     wgrad: Wgrad,
     *,
-    trusts: bool = True,
+    reuse_codes: bool = True,
     batch_invariant: bool = False,
 ) -> torch.Tensor:
     """bf16 [M, N], with gradients in x, weight and bias, all by FP8 GEMMs.
 
-    layer: who is named in errors. wgrad: see `Wgrad`. trusts: see `codes_of`. batch_invariant: see
+    layer: the name in errors. wgrad: see `Wgrad`. reuse_codes: see `codes_of`. batch_invariant: see
         `TrainedLinearInputs`.
     """
     y: torch.Tensor
     if records(layer, x, weight, bias):
-        y = _TrainedLinear.apply(wgrad, trusts, batch_invariant, x, weight, bias)
+        y = _TrainedLinear.apply(wgrad, reuse_codes, batch_invariant, x, weight, bias)
     else:
-        y, *_ = trained_linear(x, weight, bias, trusts, False, False, batch_invariant)
+        y, *_ = trained_linear(x, weight, bias, reuse_codes, False, False, batch_invariant)
     return y
 
 
@@ -399,7 +399,7 @@ def describe_forward(
     min_amax: float = MIN_AMAX,
     batch_invariant: bool = False,
 ) -> None:
-    """Both codes of x [M, K], and y [M, N], the product of its rows with the weights [N, K]."""
+    """Add the steps that make both codes of x [M, K], and y [M, N], x times the weights [N, K]."""
     (m, k), n = x.shape, weights.data.shape[0]
     check_sizes(_OP, m, n, k)
     rows = r.codes("rows", (1, m, k)).first()
@@ -419,7 +419,7 @@ def describe_backward(
     accumulates: bool,
     batch_invariant: bool = False,
 ) -> None:
-    """dX [M, K] of grad [M, N] and the codes of W^T [K, N], and dW [N, K] into d or to it."""
+    """Add steps: dX [M, K] of grad [M, N] and W^T [K, N], and dW [N, K], written or added to d."""
     m, n = grad.shape
     columns = column_codes(r, "columns", num_blocks(m), n)
     describe_forward(
@@ -454,7 +454,7 @@ def launch_forward(
 ) -> bool:
     """Write y and the column codes of x; False if an operand would have to be copied first.
 
-    check: raises what is wrong with the operands; called for layouts that are new.
+    check: raises an error if operands are wrong; called once for each layout.
     y: bf16 [M, N], contiguous. columns: as `empty_columns` gives them.
     """
     key = (_OP, _key_of(x, *codes, bias), blocks, batch_invariant, current_driver().max_sms)
@@ -477,12 +477,12 @@ def launch_forward(
         )
         return prepare_launches(r, device_index)
 
-    found = prepared(key, prepare)
-    if found.launches:
+    entry = prepared(key, prepare)
+    if entry.launches:
         tensors = x, *codes, y, *columns
-        of_bias = 0 if bias is None else bias.data_ptr()
-        found(x.get_device(), (*[z.data_ptr() for z in tensors], of_bias))
-    return bool(found.launches)
+        bias_address = 0 if bias is None else bias.data_ptr()
+        entry(x.get_device(), (*[z.data_ptr() for z in tensors], bias_address))
+    return bool(entry.launches)
 
 
 def forward_kernels(
@@ -496,7 +496,7 @@ def forward_kernels(
     blocks: bool = False,
     batch_invariant: bool = False,
 ) -> Iterator[Kernel]:
-    """The kernels of a forward that saves column codes, with weights [N, K], x at any address."""
+    """The kernels of a forward that saves column codes: weights [N, K], x at any address."""
 
     def describe(span: Span, alignment: int) -> Record:
         r, m = Record(target, _FORWARD_INPUTS, span=span), span.first
@@ -505,7 +505,7 @@ def forward_kernels(
             Tensor.contiguous("x", m, k, dtype=dtype, alignment=alignment),
             Codes.contiguous("weight", n, k),
             Tensor.contiguous("y", m, n),
-            column_codes(r, "of_x", num_blocks(m), k, blocks=blocks),
+            column_codes(r, "x_columns", num_blocks(m), k, blocks=blocks),
             bias=None if bias is None else Tensor.contiguous("bias", n, dtype=bias),
             blocks=blocks,
             batch_invariant=batch_invariant,
@@ -523,23 +523,23 @@ def launch_backward(
     check: Callable[[], object],
     grad: torch.Tensor,
     codes: _Codes,
-    of_x: tuple[torch.Tensor, torch.Tensor],
+    x_columns: tuple[torch.Tensor, torch.Tensor],
     dx: torch.Tensor,
     d: torch.Tensor,
     accumulates: bool,
     batch_invariant: bool,
 ) -> bool:
-    """Write dX, and dW into d or to what is there; False if an operand must be copied first.
+    """Write dX, and write dW to d or add it; False if an operand would have to be copied first.
 
-    check: as for `launch_forward`. codes: those of W^T, [K, N]. of_x: column codes of x. dx: bf16
-        [M, K], contiguous. d: [N, K].
+    check: as in `launch_forward`. codes: of W^T, [K, N]. x_columns: column codes of x.
+    dx: bf16 [M, K], contiguous. d: [N, K].
     """
     options = accumulates, batch_invariant, current_driver().max_sms
-    key = (_OP, "backward", _key_of(grad, *codes, *of_x, d), *options)
+    key = (_OP, "backward", _key_of(grad, *codes, *x_columns, d), *options)
 
     def prepare() -> Launches:
         check()
-        if not (_is_simple(grad, codes) and all(map(fits, of_x)) and d.stride(1) == 1):
+        if not (_is_simple(grad, codes) and all(map(fits, x_columns)) and d.stride(1) == 1):
             return Launches((), 0)
         device_index = grad.get_device()
         r = Record(target_of(device_index), _BACKWARD_INPUTS)
@@ -547,7 +547,7 @@ def launch_backward(
             r,
             Tensor.of(grad, "grad"),
             Codes.of(*codes, "weight"),
-            Codes.of(*of_x, "x_columns"),
+            Codes.of(*x_columns, "x_columns"),
             Tensor.of(dx, "dx"),
             Tensor.of(d, "d"),
             accumulates=accumulates,
@@ -555,11 +555,11 @@ def launch_backward(
         )
         return prepare_launches(r, device_index)
 
-    found = prepared(key, prepare)
-    if found.launches:
-        tensors = grad, *codes, *of_x, dx, d
-        found(grad.get_device(), tuple([z.data_ptr() for z in tensors]))
-    return bool(found.launches)
+    entry = prepared(key, prepare)
+    if entry.launches:
+        tensors = grad, *codes, *x_columns, dx, d
+        entry(grad.get_device(), tuple([z.data_ptr() for z in tensors]))
+    return bool(entry.launches)
 
 
 def backward_kernels(
@@ -584,7 +584,7 @@ def backward_kernels(
             r,
             Tensor.contiguous("grad", m, n, alignment=alignment),
             Codes.contiguous("weight", k, n),
-            column_codes(r, "of_x", num_blocks(m), k, blocks=blocks),
+            column_codes(r, "saved_columns", num_blocks(m), k, blocks=blocks),
             Tensor.contiguous("dx", m, k),
             Tensor.contiguous("d", n, k, dtype=dtype, alignment=alignment),
             accumulates=accumulates,

@@ -1,7 +1,7 @@
-"""Where the gradient of a weight goes: into a tensor of its own, or into `main_grad`.
+"""The target of a weight's gradient: a new tensor, or `main_grad`.
 
-Megatron-LM's convention: gradients of many micro-batches are summed in FP32, in a tensor that the
-parameter has as its attribute `main_grad`, and the GEMM adds to it right away.
+Megatron-LM's convention: the attribute `main_grad` of a parameter is an FP32 tensor, to which the
+GEMM of each micro-batch adds the gradient directly.
 """
 
 import torch
@@ -11,40 +11,39 @@ from ...kernels.common.checks import check_same_device, check_shape, check_tenso
 
 
 def master(weight: torch.Tensor) -> torch.Tensor | None:
-    """The weight itself, for a backward, if it is a leaf that asks for a gradient.
+    """The weight itself, kept for a backward, if it is a leaf that needs a gradient; else None.
 
-    That may have the attributes which tell where the gradient goes. What a backward gets of saved
-    tensors has the values, but no attributes where hooks stand between, as those of
-    `torch.utils.checkpoint`. Other tensors are not kept alive for that.
+    A leaf may have `main_grad` and related attributes. Hooks on saved tensors, such as those of
+    `torch.utils.checkpoint`, hand a backward tensors without attributes.
     """
     return weight if weight.is_leaf and weight.requires_grad else None
 
 
 def is_asked_for(weight: torch.Tensor) -> bool:
-    """Whether the backward that runs is to give the gradient of a weight that needs one.
+    """Whether the running backward was asked for the gradient of this weight, which needs one.
 
-    A function of autograd knows at its forward alone which inputs need gradients. That one in vain
-    costs time; but `main_grad` must not change where somebody asks for gradients of inputs only.
+    An autograd function learns only in its forward which inputs need gradients. A gradient in vain
+    costs time; but `main_grad` must not change if a caller asks for gradients of inputs only.
     """
     if getattr(weight, "main_grad", None) is None or torch.compiler.is_compiling():
         return True
     try:
         node = get_gradient_edge(weight).node
         return bool(torch._C._will_engine_execute_node(node))
-    except (RuntimeError, ValueError):  # it is what `torch.autograd.grad` gives back
+    except (RuntimeError, ValueError):  # `torch.autograd.grad` returns this gradient
         return True
 
 
 def target(weight: torch.Tensor, *, begins: bool = True) -> tuple[torch.Tensor, bool]:
-    """The tensor that takes the gradient of a weight, and whether it is added to what is there.
+    """The tensor that takes the gradient of a weight, and whether the gradient is added to it.
 
-    That is `weight.main_grad`, if the weight has one: then the gradient is added, or written if
-    `weight.overwrite_main_grad` is true and it `begins` those of one call. Else it is a new tensor
-    of the weight's shape and dtype, contiguous and uninitialised, to be written.
+    If the weight has `main_grad`, that is the tensor: the gradient is added, or written if
+    `weight.overwrite_main_grad` is true and it `begins` the gradients of one call. Else it is a new
+    tensor of the weight's shape and dtype, contiguous and uninitialised, to be written.
 
     Raises:
         TypeError: `main_grad` is not fp32.
-        ValueError: it has another shape or device than the weight, or is not contiguous.
+        ValueError: `main_grad` has another shape or device than the weight, or is not contiguous.
     """
     main_grad = getattr(weight, "main_grad", None)
     if main_grad is None:
@@ -58,11 +57,11 @@ def overwrites(weight: torch.Tensor) -> bool:
 
 
 def result(weight: torch.Tensor, d: torch.Tensor) -> torch.Tensor | None:
-    """What a backward returns for a weight, once `d` of `target` holds its gradient.
+    """The result of a backward for a weight, once `d`, the tensor of `target`, holds its gradient.
 
-    If that is `main_grad` and the weight has the attribute `grad_added_to_main_grad`, that becomes
-    True and a gradient comes that means nothing, of the weight's shape and dtype, so that hooks
-    run: zeros if `weight.zero_out_wgrad` is true, else uninitialised. Without the attribute: None.
+    If d is `main_grad` and the weight has the attribute `grad_added_to_main_grad`, sets it to True,
+    and returns a dummy gradient of the weight's shape and dtype, so that hooks run: zeros if
+    `weight.zero_out_wgrad` is true, else uninitialised. Without the attribute, returns None.
     """
     if d is not getattr(weight, "main_grad", None):
         return d

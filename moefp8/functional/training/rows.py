@@ -1,4 +1,4 @@
-"""Gradients on their way to the experts: quantized once a token, and a plan of where rows lie.
+"""Dispatch gradients to experts: quantize each token once, plan its rows, copy it to them.
 
 T tokens, k choices each, E experts, H hidden, R = T k rows.
 """
@@ -35,13 +35,13 @@ from ...quant.quantize import quantize_1x128
 from ...routing.dispatch import describe_dispatch, dispatch_rows
 from ...routing.plan import MapPlaces, build_plan
 from ..expert_configs import Sizes
-from ..expert_parts import Given
+from ..expert_parts import CallTensors
 
 _OP = "quantized_rows"
 
 
 class RowsInputs(NamedTuple):
-    """What `quantized_rows` takes.
+    """The inputs of `quantized_rows`.
 
     grad: [T, H] bf16, fp16 or fp32. top_k_index: int32 or int64 [T, k].
     num_experts, expert_offset, num_global_experts: as in `build_plan`.
@@ -55,11 +55,11 @@ class RowsInputs(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What `quantized_rows` gives. Rows of no expert are not defined.
+    """The results of `quantized_rows`. Rows of no expert are undefined.
 
     data, scale_inv: e4m3 [R, H] and fp32 scales of 1x128 blocks [R, ceil(H/128)].
-    expert_offsets, token_to_row: int32 [E + 1] and [T, k], where the rows lie, as those of a
-        forward with the same choices do. A token that names one expert twice has one row for both
+    expert_offsets, token_to_row: int32 [E + 1] and [T, k], the places of rows, which are those of a
+        forward with the same choices. A token that chooses one expert twice has one row for both
         choices in PyTorch, and two on a Hopper GPU.
     """
 
@@ -87,29 +87,27 @@ def _allocate(inputs: RowsInputs) -> Rows:
 
 
 def _body(inputs: RowsInputs) -> Rows:
-    found = _allocate(inputs)
+    rows = _allocate(inputs)
     grad, ids, num_experts, expert_offset, num_global_experts = inputs
     plan = build_plan(
         ids, num_experts, expert_offset=expert_offset, num_global_experts=num_global_experts
     )
     quantized = quantize_1x128(grad, False, MIN_GRADIENT_AMAX)
     codes, scales = (dispatch_rows(y, plan.row_to_token) for y in quantized)
-    for y, value in zip(
-        found, (codes, scales, plan.expert_offsets, plan.token_to_row), strict=True
-    ):
+    for y, value in zip(rows, (codes, scales, plan.expert_offsets, plan.token_to_row), strict=True):
         if y.dtype == E4M3:
             y.view(torch.uint8).copy_(value.view(torch.uint8))
         else:
             y.copy_(value)
-    return found
+    return rows
 
 
 _INPUTS = "grad", "ids", "rows", "rows_scales", "expert_offsets", "token_to_row"
 
 
 def _launch(inputs: RowsInputs) -> Rows:
-    found = _allocate(inputs)
-    data, scale_inv = found[:2]
+    rows = _allocate(inputs)
+    data, scale_inv = rows[:2]
     grad, ids, num_experts, expert_offset, _ = inputs
     if data.numel() == 0:
         return _body(inputs)
@@ -135,25 +133,25 @@ def _launch(inputs: RowsInputs) -> Rows:
         return prepare_launches(r, device_index)
 
     key = (_OP, layout_of(grad), layout_of(ids), grad.data_ptr() % 16, *inputs[2:])
-    addresses = tuple([y.data_ptr() for y in (grad, ids, *found)])
+    addresses = tuple([y.data_ptr() for y in (grad, ids, *rows)])
     prepared(key, prepare)(grad.get_device(), addresses)
-    return found
+    return rows
 
 
 def quantized_rows_kernels(target: Target, sizes: Sizes) -> Iterator[Kernel]:
-    """The kernels of `quantized_rows` of BF16 gradients, for up to as many tokens as sizes says."""
+    """The kernels of `quantized_rows` of BF16 gradients, for up to `sizes.num_tokens` tokens."""
 
-    def describe(span: Span, given: Given) -> Record:
+    def describe(span: Span, tensors: CallTensors) -> Record:
         some = sizes._replace(num_tokens=span.first)
         r = Record(target, ("grad", "ids"), span=span)
         rows = r.codes("rows", (1, some.num_tokens * some.top_k, some.hidden_size))
-        grad, ids = given.tokens("grad", some), given.choices(some).ids
+        grad, ids = tensors.tokens("grad", some), tensors.choices(some).ids
         describe_dispatch(r, grad, ids, rows, some.num_experts)
         return r
 
     for is_aligned in (True, False):
-        given = Given(is_aligned=is_aligned)
-        yield from kernels_of(partial(describe, given=given), sizes.num_tokens)
+        tensors = CallTensors(is_aligned=is_aligned)
+        yield from kernels_of(partial(describe, tensors=tensors), sizes.num_tokens)
 
 
 quantized_rows = register_inputs(
@@ -164,7 +162,7 @@ quantized_rows = register_inputs(
     fake=_allocate,
     hopper=_launch,
 )
-"""`RowsInputs` -> `Rows`: a plan of the rows, and the gradient of each row's token quantized, with
+"""`RowsInputs` -> `Rows`: a plan of rows, and in each row the gradient of its token, quantized with
 `MIN_GRADIENT_AMAX`. Raises TypeError, ValueError."""
 
 
@@ -174,5 +172,5 @@ def tokens_of_rows(token_to_row: torch.Tensor, num_rows: int) -> torch.Tensor:
     tokens = torch.arange(num_tokens, dtype=torch.int32, device=token_to_row.device)
     is_none = (token_to_row < 0) | (token_to_row >= num_rows)
     at = token_to_row.long().masked_fill(is_none, num_rows).flatten()
-    of_rows = tokens.new_full((num_rows + 1,), -1)
-    return of_rows.scatter_(0, at, tokens.repeat_interleave(top_k))[:num_rows]
+    row_tokens = tokens.new_full((num_rows + 1,), -1)
+    return row_tokens.scatter_(0, at, tokens.repeat_interleave(top_k))[:num_rows]

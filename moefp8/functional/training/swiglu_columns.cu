@@ -1,15 +1,15 @@
-// The gradient of SwiGLU for experts whose weights have gradients, too: codes of rows for the GEMM that gives the
-// gradient of what came in, codes of columns for those that sum over tokens. Three kernels in a row.
+// The gradient of SwiGLU for experts with trained weights: row codes for the GEMM that computes the gradient of x,
+// column codes for the GEMMs that compute gradients of weights, which sum over tokens. Three kernels, in order:
 //
-// 1. swiglu_columns_weights_kernel finds the weight of each row.
-// 2. swiglu_columns_kernel reads the gradient of `a` = silu(gate) * up, and gate and up as the forward has saved them.
+// 1. swiglu_columns_weights_kernel computes the weight of each row.
+// 2. swiglu_columns_kernel makes codes from the gradient of `a` = silu(gate) * up, and from the saved gate and up.
 // 3. swiglu_columns_sums_kernel adds up the gradients of weights.
 //
-// A scale of rows is of 128 columns, and one of columns of 128 rows; codes of columns of weighted `a` may share one for
-// 128 columns, too (kBlocks). So a CTA owns a tile of 128x128, and computes all values twice: FP32 values of three
-// results are 192 KB of a tile, and what they come from is 96 KB in BF16, which two CTAs of an SM keep in shared
-// memory. The first pass finds the largest magnitudes and stores codes of rows, the second stores codes of columns.
-// They are in files of their own, and so is the tile that both read.
+// A scale of row codes is for 128 columns, a scale of column codes for 128 rows, or for 128x128 of weighted `a` with
+// kBlocks. So a CTA owns a tile of 128x128. It computes all values twice: FP32 values of the three results would take
+// 192 KB a tile, their inputs take 96 KB in BF16, which two CTAs of an SM keep in shared memory. The first pass finds
+// the largest magnitudes and stores row codes, the second stores column codes. Each has its own file, and so has the
+// tile that both read.
 #include "input.cuh"
 #include "swiglu_columns_first_pass.cuh"
 #include "swiglu_columns_second_pass.cuh"
@@ -17,7 +17,7 @@
 
 // ---- Weights of rows ----
 
-// What a choice is looked up in: the choices of its token.
+// The choices of a token.
 template <Input kWeights>
 struct Choices {
   const int* rows;
@@ -25,8 +25,8 @@ struct Choices {
   int64_t pitch;  // of weights, in bytes
   uint32_t count;
 
-  // The sum of the weights of all choices of `row` whose number is `lane` modulo kStride: as a warp adds them, of which
-  // lane i has choices i, i + 32, ..., and then lanes meet whose numbers differ in one bit, the highest bit first.
+  // The sum of the weights of all choices of `row` whose number is `lane` modulo kStride, in the order of a warp: lane i
+  // adds choices i, i + 32, ..., then lanes whose numbers differ in one bit add their sums, the highest bit first.
   template <uint32_t kStride = 1>
   __device__ float sum_of(int row, uint32_t lane = 0) const {
     float sum = 0;
@@ -50,7 +50,7 @@ struct Choices {
 };
 
 // weight_of_row[r] = the sum of the weights of all choices of r, in the order in which swiglu_backward.cu adds them;
-// row_to_token[r] = the token that has them.
+// row_to_token[r] = their token.
 // Grid: a thread owns a choice. No shared memory, no barriers, no alignment.
 template <Input kWeights>
 __global__ void __launch_bounds__(kThreads) swiglu_columns_weights_kernel(const __grid_constant__ Arguments args) {
@@ -87,12 +87,12 @@ __device__ void both_passes(const Arguments& args, const Tile& tile, Memory<kIsF
 
 // rows = quantize_1x128(d), columns = quantize_128x1(d) and quantize_128x1(w * a), where d = w * grad * d a / d [gate |
 // up]. partial_sums = <grad, a> of the tile's columns.
-// kBlocks: activated_scales[b, j] is that of 128 columns, j's, and of all rows of b, for all codes of w * a there.
+// kBlocks: activated_scales[b, j] is the scale of w * a for all rows of block b and the 128 columns of tile j.
 // Grid: a CTA of 256 threads owns 128 rows of one expert and 128 columns of I; neighbouring CTAs the next columns.
 // Shared memory: `Memory`.
-// Barriers: one behind the weights of rows, two around sums and two around scales of columns; sixteen lanes meet in
-// shuffles. In the first pass each thread reads what it has copied itself, so it waits for no others.
-// Alignment: rows of grad and of what is BF16 are at multiples of 16 B, those of `rows` of 8 B, column codes of 16 B;
+// Barriers: one after the weights of rows, two around sums and two around scales of columns; sixteen lanes exchange
+// values in shuffles. In the first pass each thread reads only its own copies, so it needs no barrier.
+// Alignment: rows of grad and of BF16 tensors begin at multiples of 16 B, those of `rows` at 8 B, column codes at 16 B;
 // codes of gate and up at 8 B, or anywhere if 8 does not divide I. All may end anywhere.
 template <bool kIsFp8, bool kBlocks>
 __global__ void __launch_bounds__(kThreads, 2) swiglu_columns_kernel(const __grid_constant__ Arguments args) {
@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(kThreads, 2) swiglu_columns_kernel(const __gri
 // ---- Gradients of weights ----
 
 // of_weights[t, j] = the sum of the partial sums of the choice's row, in the order of the tiles; 0 without a row.
-// Grid: a thread owns a choice, and has kAtOnce loads under way. No shared memory, no barriers, no alignment.
+// Grid: a thread owns a choice, with kAtOnce loads in flight. No shared memory, no barriers, no alignment.
 template <int kAtOnce>
 __global__ void __launch_bounds__(kThreads) swiglu_columns_sums_kernel(const __grid_constant__ Arguments args) {
   const uint32_t choice = blockIdx.x * kThreads + threadIdx.x;

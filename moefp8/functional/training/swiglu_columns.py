@@ -1,12 +1,12 @@
-"""The gradient of SwiGLU between the GEMMs of trained experts: codes of rows, and of columns.
+"""The gradient of SwiGLU between the GEMMs of trained experts, in row codes and in column codes.
 
-T tokens, k choices each, E experts, R rows, I intermediate, B blocks of column codes. With a_r =
-silu(gate_r) up_r, w_r the sum of the weights of the row's choices and dA_r the gradient of a_r
-times no weight, d[gate | up]_r = w_r dA_r da/d[gate | up]. The gradient of what came in sums it
-over features, so it wants codes of rows. That of the weight of gate and up sums it over tokens, and
-so does that of the weight of down with w_r a_r: both want codes of columns, which `quantize_128x1`
-tells of. Those of w_r a_r may share a scale for 128 features, those of a gradient never do. All are
-codes of FP32 values, which nothing has rounded before.
+T tokens, k choices each, E experts, R rows, I intermediate, B blocks of column codes. Let a_r =
+silu(gate_r) up_r, w_r the sum of the weights of the row's choices, and dA_r the gradient of a_r
+before it is multiplied by w_r. Then d[gate | up]_r = w_r dA_r da/d[gate | up]. The gradient of x
+sums it over features, and needs row codes. The gradient of W_gate_up sums it over tokens, that of
+W_down sums w_r a_r over tokens: both need column codes, see `quantize_128x1`. Column codes of w_r
+a_r may share a scale for 128 features, those of a gradient never do. All codes are made from FP32
+values that were not rounded before.
 """
 
 import math
@@ -36,23 +36,23 @@ from ...kernels.program import Codes, Place, Record, Tensor, layouts, prepare_la
 from ...quant.block_scaled import BlockScaled, dequantize
 from ...quant.columns import empty_columns, num_column_blocks, quantize_128x1
 from ...quant.numerics import quantize_1x128
-from ..swiglu import saved_as_read, swiglu_grad
+from ..swiglu import readable_saved, swiglu_grad
 from ..swiglu_rows import weights_of_rows
 
 _OP = "swiglu_columns_backward"
-_CODES = 8  # that the kernel loads at once
+_CODES = 8  # loaded at once by a thread
 
 
 class SwigluColumnsGradients(NamedTuple):
-    """What `swiglu_columns_backward` gives. What no expert has is not defined.
+    """The results of `swiglu_columns_backward`. Rows and blocks of no expert are undefined.
 
-    codes, scale_inv: d[gate | up], e4m3 [R, 2 * (I rounded up to 128)], where what lies behind each
-        half is zeros, and its fp32 1x128 scales: those of `swiglu_rows_backward`, bit for bit.
+    codes, scale_inv: d[gate | up], e4m3 [R, 2 * (I rounded up to 128)], halves padded with zeros,
+        and its fp32 1x128 scales: as in `swiglu_rows_backward`, bit for bit.
     gate_up_columns, gate_up_scale_inv: d[gate | up], gate's features first: column codes e4m3
         [B, 2 I, 128] with fp32 scales [B, 2 I].
     activated_columns, activated_scale_inv: w a, e4m3 [B, I, 128] with fp32 scales [B, I], or
-        [B, ceil(I/128)] with `blocks`, in rows that are multiples of 16 bytes apart.
-    of_weights: fp32 [T, k], <dA, a> of the choice's row; 0 where there is no row.
+        [B, ceil(I/128)] with `blocks`; the pitch of rows is a multiple of 16 bytes.
+    grad_weights: fp32 [T, k], <dA, a> of the choice's row; 0 where there is no row.
     is_first: fp32 [T, k], 1 for the first choice of each row and 0 for others.
     """
 
@@ -62,23 +62,23 @@ class SwigluColumnsGradients(NamedTuple):
     gate_up_scale_inv: torch.Tensor
     activated_columns: torch.Tensor
     activated_scale_inv: torch.Tensor
-    of_weights: torch.Tensor
+    grad_weights: torch.Tensor
     is_first: torch.Tensor
 
 
 class SwigluColumnsInputs(NamedTuple):
-    """What `swiglu_columns_backward` takes.
+    """The inputs of `swiglu_columns_backward`.
 
-    grad: bf16 [R, I], that of what is activated, without the weight of a choice.
-    gate_up: bf16 [R, 2, I], best as `empty_gate_up` lies, or codes e4m3 [2 R, I].
-    gate_up_scale_inv: fp32 [2 R, ceil(I/128)], those of the codes; None for bf16.
+    grad: bf16 [R, I], the gradient of activated values, not yet times the weight of a choice.
+    gate_up: bf16 [R, 2, I], best in the layout of `empty_gate_up`, or codes e4m3 [2 R, I].
+    gate_up_scale_inv: fp32 [2 R, ceil(I/128)], the scales of the codes; None for bf16.
     expert_offsets: int32 [E + 1]; expert e has the rows from expert_offsets[e] to the next one.
     token_to_row: int32 [T, k], as in `RoutingPlan`; anything but [0, R) is no row. A row of an
         expert that no choice has counts as zeros.
     top_k_weights: [T, k] bf16, fp16 or fp32.
-    limit: that of `swiglu`, or None.
-    blocks: 128 tokens of 128 features of w a share a scale of its column codes; otherwise, 128
-        tokens of one feature do. All else is the same bit for bit.
+    limit: of `swiglu`, or None.
+    blocks: column codes of w a have one scale for 128 tokens of 128 features; otherwise for 128
+        tokens of one feature. All else is the same, bit for bit.
     """
 
     grad: torch.Tensor
@@ -129,47 +129,47 @@ def _allocate(inputs: SwigluColumnsInputs) -> SwigluColumnsGradients:
     num_rows, size = grad.shape
     num_columns = num_column_blocks(num_rows, len(inputs.expert_offsets) - 1)
     padded = 2 * round_up(size, BLOCK)
-    of_choices = (weights.new_empty(weights.shape, dtype=torch.float32) for _ in range(2))
+    per_choice = (weights.new_empty(weights.shape, dtype=torch.float32) for _ in range(2))
     return SwigluColumnsGradients(
         grad.new_empty((num_rows, padded), dtype=E4M3),
         empty_tma_aligned((num_rows, padded // BLOCK), device),
         *empty_columns(num_columns, 2 * size, device),
         *empty_columns(num_columns, size, device, blocks=inputs.blocks),
-        *of_choices,
+        *per_choice,
     )
 
 
 def _body(inputs: SwigluColumnsInputs) -> SwigluColumnsGradients:
-    found = _allocate(inputs)
+    gradients = _allocate(inputs)
     grad, gate_up, scale_inv, expert_offsets, token_to_row, top_k_weights, limit, blocks = inputs
     num_rows, size = grad.shape
     if grad.numel() == 0:
-        return _without_elements(found)
+        return _without_elements(gradients)
     if scale_inv is not None:
         gate_up = dequantize(BlockScaled(gate_up, scale_inv)).view(num_rows, 2, size)
     has_row = (token_to_row >= 0) & (token_to_row < num_rows)
     token_to_row = token_to_row.masked_fill(~has_row, -1)
     has_choice = torch.zeros(num_rows + 1, dtype=torch.bool, device=grad.device)
-    has_choice[token_to_row.flatten().long()] = True  # the last one, if -1
+    has_choice[token_to_row.flatten().long()] = True  # the extra last one for -1
     has_choice = has_choice[:num_rows]
     grad = grad.float().masked_fill(~has_choice[:, None], 0.0)
     gate, up = gate_up.float().masked_fill(~has_choice[:, None, None], 0.0).unbind(1)
     weight_of_row, is_first = weights_of_rows(token_to_row, top_k_weights, num_rows)
-    *of_halves, activated = swiglu_grad(grad, gate, up, limit)
-    of_gate_up = torch.stack(of_halves, 1) * weight_of_row[:, None, None]
-    padded = zero_padded(of_gate_up, 2).flatten(1)
+    *grad_halves, activated = swiglu_grad(grad, gate, up, limit)
+    grad_gate_up = torch.stack(grad_halves, 1) * weight_of_row[:, None, None]
+    padded = zero_padded(grad_gate_up, 2).flatten(1)
     weighted = weight_of_row[:, None] * activated
-    of_rows = (grad * activated).sum(-1)
+    products = (grad * activated).sum(-1)
     values = (
         *quantize_1x128(padded, min_amax=MIN_GRADIENT_AMAX),
-        *_columns(of_gate_up.flatten(1), expert_offsets),
+        *_columns(grad_gate_up.flatten(1), expert_offsets),
         *_columns(weighted, expert_offsets, blocks),
-        of_rows[token_to_row.clamp(min=0)].masked_fill(~has_row, 0.0),
+        products[token_to_row.clamp(min=0)].masked_fill(~has_row, 0.0),
         is_first,
     )
-    for x, value in zip(found, values, strict=True):
+    for x, value in zip(gradients, values, strict=True):
         x.copy_(value)
-    return found
+    return gradients
 
 
 def _columns(
@@ -179,13 +179,13 @@ def _columns(
     return data, scale_inv
 
 
-def _without_elements(found: SwigluColumnsGradients) -> SwigluColumnsGradients:
-    found.of_weights.zero_()
-    found.is_first.zero_()
-    return found
+def _without_elements(gradients: SwigluColumnsGradients) -> SwigluColumnsGradients:
+    gradients.grad_weights.zero_()
+    gradients.is_first.zero_()
+    return gradients
 
 
-# The addresses of a call: the inputs that are tensors, the gradients, memory of the kernels.
+# The addresses of a call: input tensors, gradients, memory of the kernels.
 _ADDRESSES = (
     *("grad", "saved", "saved_scales", "expert_offsets", "token_to_row", "weights"),
     *("rows", "rows_scales", "gate_up", "gate_up_scales", "activated", "activated_scales"),
@@ -194,9 +194,9 @@ _ADDRESSES = (
 
 
 def _launch(inputs: SwigluColumnsInputs) -> SwigluColumnsGradients:
-    found = _allocate(inputs)
+    gradients = _allocate(inputs)
     if inputs.grad.numel() == 0:
-        return _without_elements(found)
+        return _without_elements(gradients)
     inputs = _as_kernels_read(inputs)
     grad, gate_up, scales, expert_offsets, token_to_row, weights, limit, blocks = inputs
     num_rows, size = grad.shape
@@ -213,13 +213,13 @@ def _launch(inputs: SwigluColumnsInputs) -> SwigluColumnsGradients:
             limit,
             blocks,
         ),
-        lambda: _prepare(inputs, found),
+        lambda: _prepare(inputs, gradients),
     )
-    tensors = grad, gate_up, scales, expert_offsets, token_to_row, weights, *found, *memory
+    tensors = grad, gate_up, scales, expert_offsets, token_to_row, weights, *gradients, *memory
     addresses = tuple([0 if x is None else x.data_ptr() for x in tensors])
     for launch in launches:
         launch.on(grad.get_device(), addresses)
-    return found
+    return gradients
 
 
 def _prepare(inputs: SwigluColumnsInputs, gradients: SwigluColumnsGradients) -> Sequence[Launch]:
@@ -248,13 +248,13 @@ def _prepare(inputs: SwigluColumnsInputs, gradients: SwigluColumnsGradients) -> 
 
 
 def _as_kernels_read(inputs: SwigluColumnsInputs) -> SwigluColumnsInputs:
-    """The inputs themselves, or copies of those that lie otherwise."""
+    """Each input itself, or a copy if kernels cannot read its layout."""
     grad, gate_up, scales = inputs[:3]
     num_rows, size = grad.shape
     if (grad.data_ptr() | 2 * grad.stride(0)) % 16 or grad.stride(0) < size or grad.stride(1) != 1:
         pitch = round_up(size, _CODES)
         grad = grad.new_empty((num_rows, pitch))[:, :size].copy_(grad)
-    gate_up, scales = saved_as_read(gate_up, scales)
+    gate_up, scales = readable_saved(gate_up, scales)
     return inputs._replace(
         grad=grad,
         gate_up=gate_up,
@@ -268,14 +268,14 @@ swiglu_columns_backward = register_inputs(
     _OP,
     SwigluColumnsInputs,
     "(Tensor codes, Tensor scale_inv, Tensor gate_up_columns, Tensor gate_up_scale_inv, "
-    "Tensor activated_columns, Tensor activated_scale_inv, Tensor of_weights, Tensor is_first)",
+    "Tensor activated_columns, Tensor activated_scale_inv, Tensor grad_weights, Tensor is_first)",
     cpu=_body,
     fake=_allocate,
     hopper=_launch,
 )
-"""The gradient of `swiglu_rows` times the weights of choices, and what the gradients of weights sum
-over tokens: `SwigluColumnsInputs` -> `SwigluColumnsGradients`. Rows behind an expert's last one
-are zeros in column codes up to the next multiple of 32. Raises TypeError, ValueError."""
+"""The gradient of `swiglu_rows` times the weights of choices, and the column codes for the
+gradients of W: `SwigluColumnsInputs` -> `SwigluColumnsGradients`. In column codes, rows after an
+expert's last one are zeros up to a multiple of 32. Raises TypeError, ValueError."""
 
 
 # ---- The kernels ----
@@ -283,7 +283,7 @@ are zeros in column codes up to the next multiple of 32. Raises TypeError, Value
 _SOURCE = Path(__file__).with_name("swiglu_columns.cu")
 _THREADS = 256
 _LOADS_AT_ONCE = 8  # of partial sums
-_MAX_TILES = 2**31 - 1  # of a grid, and numbers that `Divisor` is right for
+_MAX_TILES = 2**31 - 1  # of a grid, and the largest number that `Divisor` takes
 
 
 def _kernel(name: str) -> Kernel:
@@ -295,7 +295,7 @@ def weights_kernel_of(weights_dtype: torch.dtype) -> Kernel:
 
 
 def kernel_of(*, is_fp8: bool, blocks: bool = False) -> Kernel:
-    """blocks: 128 features of what is activated share a scale of columns."""
+    """blocks: column codes of activated values have one scale for 128 features."""
     return _kernel(f"kernel<{str(is_fp8).lower()}, {str(blocks).lower()}>")
 
 
@@ -332,29 +332,27 @@ def describe_swiglu_columns(
     row_to_token: Place | None = None,
     blocks: bool = False,
 ) -> None:
-    """Three steps: weights of rows, gradients, gradients of weights; one if there are no choices.
+    """Add three steps to r: weights of rows, gradients, gradients of weights; without choices, one.
 
-    Each waits for the step before it.
+    Each waits for the previous step.
 
     Args:
         grad: bf16 [..., R, I] in rows of whole 16 bytes.
-        saved: bf16 [R, 2, I] as `empty_gate_up` says, or e4m3 [2 R, I], contiguous, at a multiple
-            of 8. There is at least one element.
+        saved: bf16 [R, 2, I] in the layout of `empty_gate_up`, or e4m3 [2 R, I], contiguous, at a
+            multiple of 8 bytes. Not empty.
         saved_scales: fp32 [2 R, ceil(I/128)], rows innermost; None for bf16.
         weights: [T, k].
         expert_offsets: int32 [E + 1]. token_to_row: int32 [T, k], contiguous.
-        limit: that of `swiglu`; infinite if there is none.
-        rows: e4m3 [..., R, 2 * (I rounded up to 128)], contiguous, where what follows the I of each
-            half becomes zeros; fp32 scales, rows innermost.
+        limit: of `swiglu`; infinite if there is none.
+        rows: e4m3 [..., R, 2 * (I rounded up to 128)], contiguous; the padding of each half is
+            written as zeros. fp32 scales, rows innermost.
         gate_up_columns, activated_columns: e4m3 [B, 2 I, 128] and [B, I, 128]; fp32 [B, 2 I] and
             [B, I], or with `blocks` [B, ceil(I/128)], as `empty_columns` says.
         grad_weights, is_first: fp32 [T, k].
-        weight_of_row: fp32 [R], zeros in an expert's rows that no choice has, and anything
-            elsewhere. partial_sums: fp32 [ceil(I/128), R]. Both are memory for what the kernels
-            tell each other.
-        row_to_token: int32 [R], which the first step writes for rows that a choice has; None: it
-            does not.
-        blocks: 128 features of what is activated share a scale.
+        weight_of_row: fp32 [R], zeros in rows of an expert that no choice has, anything elsewhere.
+            partial_sums: fp32 [ceil(I/128), R]. Both are memory for the kernels.
+        row_to_token: int32 [R], written by the first step for rows of choices; None: not written.
+        blocks: as in `kernel_of`.
 
     Raises:
         ValueError: there are more tiles than a grid takes.

@@ -1,4 +1,4 @@
-// What the host gives to the three kernels of swiglu_columns.cu. T tokens, k choices each, E experts, R rows, I
+// The arguments of the three kernels of swiglu_columns.cu. T tokens, k choices each, E experts, R rows, I
 // intermediate, B blocks of column codes.
 #pragma once
 #include "divisor.cuh"
@@ -6,14 +6,14 @@
 constexpr int kThreads = 256;  // of a CTA of each kernel
 
 struct Arguments {
-  const uint8_t* grad;       // bf16 [R, I]: the gradient of `a`, times no weight
+  const uint8_t* grad;       // bf16 [R, I]: the gradient of `a`, not yet times a weight
   int64_t grad_row_bytes;    // the pitch of its rows, a multiple of 16
   const uint8_t* saved;      // gate and up: bf16 [R, 2, I], or E4M3 [R, 2, I] without gaps
   int64_t saved_row_bytes;   // the pitch of rows of I
   const float* saved_scales; // [I/128, pitch], where row r has 2 r for gate and 2 r + 1 for up
   int64_t saved_scale_pitch;
   const int* expert_offsets; // [E + 1]
-  const int* token_to_row;   // [T, k]; a choice has no row where it is none of [0, R)
+  const int* token_to_row;   // [T, k]; a choice has no row if this is not in [0, R)
   const uint8_t* weights;    // [T, k]
   int64_t weight_token_bytes, weight_choice_bytes;
   uint8_t* rows;             // E4M3 [R, 2, padded I]: gradients of gate and of up
@@ -24,10 +24,10 @@ struct Arguments {
   float* gate_up_scales;     // [B, pitch]
   int64_t gate_up_scale_pitch;
   uint8_t* activated_columns;  // E4M3 [B, I, 128]
-  float* activated_scales;     // [B, pitch]; of each row I are written, or I / 128 if kBlocks
+  float* activated_scales;     // [B, pitch]; I of each row are written, or I / 128 with kBlocks
   int64_t activated_scale_pitch;
-  float* weight_of_row;      // [R]; 0 at first where there is no choice. Behind the first kernel a weight of 0 is -0
-  int* row_to_token;         // [R], for who gathers tokens behind the first kernel; null: nobody does
+  float* weight_of_row;      // [R]; first 0 in rows of no choice. After the first kernel, -0 is a weight of 0
+  int* row_to_token;         // [R], written by the first kernel for later gathers of tokens; null: not written
   float* partial_sums;       // [I/128, R]: <grad, a> of 128 columns
   float* of_weights;         // [T, k]
   float* is_first;           // [T, k]: 1 for the first choice of a row, 0 for others

@@ -1,4 +1,4 @@
-// The first pass over a tile, along its rows: `first_pass`, then `store_products`. It stores codes of rows with their
+// The first pass over a tile, along its rows: `first_pass`, then `store_products`. It stores row codes with their
 // scales, and the sums of grad times `a`. The largest magnitudes of columns stay in registers, for the second pass.
 #pragma once
 #include "swiglu_columns_tile.cuh"
@@ -10,7 +10,8 @@ __device__ inline float larger_magnitude(float amax, float x) {
   return larger;
 }
 
-// Of two values, keeps that of lanes like this one and gives the other to the lane at `distance`, which has kept it.
+// Keeps one of two values and sends the other to the lane at `distance`, which keeps the other kind. Returns the kept
+// value combined with the received one.
 template <class Combine>
 __device__ float keep_half(float first, float second, uint32_t distance, Combine combine) {
   const bool is_second = threadIdx.x & distance;
@@ -18,10 +19,10 @@ __device__ float keep_half(float first, float second, uint32_t distance, Combine
   return combine(kept, __shfl_xor_sync(0xffffffff, is_second ? first : second, distance));
 }
 
-// Where a thread stores codes of rows, in each step of the first pass.
+// The addresses at which a thread stores row codes, in each step of the first pass.
 struct RowTargets {
-  uint8_t* codes;  // of its first row's gate
-  float* scale;    // of the row and the half whose scale it makes
+  uint8_t* codes;  // of gate in its first row
+  float* scale;    // of the row and the half for which it makes the scale
   uint32_t num_rows;
 
   __device__ RowTargets(const Arguments& args, const Tile& tile) : num_rows(tile.rows.num_rows) {
@@ -31,8 +32,8 @@ struct RowTargets {
     scale = args.row_scales + (half * args.num_tiles.value + tile.index) * args.scale_pitch + own_row;
   }
 
-  // Quantizes two rows of gate's and of up's gradients, and goes on to the next step's. Sixteen lanes have a pair of
-  // rows: four of them make one of its four scales, and tell all.
+  // Quantizes the gradients of gate and of up in two rows, and advances to the next step. Sixteen lanes have a pair of
+  // rows: each four of them make one of its four scales, and all lanes read it.
   __device__ void store(const Arguments& args, uint32_t row, const float (&values)[2][2][kColumns],
                         const float (&amax)[2][2]) {
     const auto larger = [](float x, float y) {
@@ -69,7 +70,7 @@ struct RowTargets {
   }
 };
 
-// Makes zeros of what the thread has copied of a row from `count` columns on.
+// Overwrites the thread's copy of a row with zeros, from `count` columns on.
 template <bool kIsFp8>
 __device__ void clear(uint8_t* grad, uint8_t* gate, uint32_t count) {
 #pragma unroll 1
@@ -86,8 +87,8 @@ __device__ void clear(uint8_t* grad, uint8_t* gate, uint32_t count) {
   }
 }
 
-// Codes of rows, the largest magnitudes of columns as a thread finds them, and the sums of grad times `a`. If kBlocks,
-// of_columns[2][0] is that of all columns of weighted `a`.
+// Row codes, the largest magnitudes of columns in the rows of a thread, and the sums of grad times `a`. With kBlocks,
+// of_columns[2][0] is the largest magnitude in all columns of weighted `a`.
 template <bool kIsLimited, bool kIsFp8, bool kBlocks>
 __device__ void first_pass(const Arguments& args, const Tile& tile, Memory<kIsFp8>& memory,
                            float (&of_columns)[kResults][kColumns]) {
@@ -100,7 +101,7 @@ __device__ void first_pass(const Arguments& args, const Tile& tile, Memory<kIsFp
     wait_for_copies<kSteps - 1>();
     float values[2][2][kColumns], amax[2][2];
     const uint2 weights = *reinterpret_cast<const uint2*>(&memory.weights[row]);
-    // Whatever the memory of a row without a choice holds, or what lies behind the end of a row, it counts as zeros.
+    // Rows without a choice, and elements after the end of a row, count as zeros, whatever their memory holds.
     if (weights.x == 0 || weights.y == 0 || width < kColumns) {
 #pragma unroll 1
       for (uint32_t i = 0; i < 2; ++i) {
@@ -135,11 +136,11 @@ __device__ void first_pass(const Arguments& args, const Tile& tile, Memory<kIsFp
     }
     targets.store(args, row, values, amax);
     of_grad += memory.grad.distance(1, 0), of_gate += memory.saved[0].distance(1, 0);
-    end_copy_group();  // an empty one, so that the next step waits for as many
+    end_copy_group();  // an empty one, so that the next step waits for the same number
   }
 }
 
-// Adds up what the threads of each row have found.
+// Adds up the products of the threads of each row.
 template <bool kIsFp8>
 __device__ void store_products(const Arguments& args, const Tile& tile, Memory<kIsFp8>& memory) {
   __syncthreads();

@@ -1,5 +1,5 @@
-// The second pass over a tile, along its columns: `find_scales`, then `store_columns`. It makes scales of the largest
-// magnitudes that the first pass has found, computes all values again, and stores codes of columns.
+// The second pass over a tile, along its columns: `find_scales`, then `store_columns`. It makes scales from the largest
+// magnitudes of the first pass, computes all values again, and stores column codes.
 #pragma once
 #include "swiglu_columns_tile.cuh"
 
@@ -7,8 +7,8 @@ constexpr int kUnits = kTile / kUnitRows * kTile / 2 / kThreads;  // of a thread
 template <bool kBlocks>
 constexpr int kOfColumns = kBlocks ? 2 : kResults;  // results that have a scale for each column
 
-// Makes the scales of columns of what all threads have found. If kBlocks, weighted `a` has a single one, whose divider
-// is in the place of the first column's.
+// Makes the scales of columns from the magnitudes of all threads. With kBlocks, weighted `a` has a single scale; its
+// divider is stored as that of the first column.
 template <bool kIsFp8, bool kBlocks>
 __device__ void find_scales(const Arguments& args, const Tile& tile, Memory<kIsFp8>& memory,
                             float (&of_columns)[kResults][kColumns]) {
@@ -50,7 +50,7 @@ __device__ void find_scales(const Arguments& args, const Tile& tile, Memory<kIsF
   __syncthreads();
 }
 
-// Where a thread stores codes of columns: of the first of its columns, gate's and up's and `a`'s.
+// The addresses of a thread's column codes, in its first column: of gate, of up and of `a`.
 struct ColumnTargets {
   uint8_t* codes[kResults];
   uint32_t column, first_row;  // in the tile
@@ -64,13 +64,13 @@ struct ColumnTargets {
   }
 };
 
-// Makes zeros of the codes of rows that do not exist: zeros that NaN has divided are none.
+// Writes zeros as the codes of rows that do not exist: if the divisor is NaN, quotients of zeros are NaN.
 __device__ inline void clear_codes(uint8_t* codes, uint32_t num_rows) {
 #pragma unroll 1
   for (uint32_t row = num_rows; row < kUnitRows; ++row) codes[row] = 0;
 }
 
-// Codes of two columns and sixteen rows, which lie side by side. The eight threads of a column store a line of 128 B.
+// Stores codes of two adjacent columns and sixteen rows. The eight threads of a column store a line of 128 B.
 template <bool kIsLimited, bool kIsFp8, bool kBlocks>
 __device__ void store_columns(const Arguments& args, const Tile& tile, Memory<kIsFp8>& memory,
                               const ColumnTargets& targets, uint32_t unit) {

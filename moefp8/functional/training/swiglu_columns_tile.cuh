@@ -1,9 +1,8 @@
-// A tile of 128x128: which one a CTA owns, what it keeps of it in shared memory, how that gets there, and how a thread
-// reads it.
+// A tile of 128x128: which one a CTA owns, its copy in shared memory, and how threads write and read that.
 //
-// Both passes read the same memory. The first goes along rows: a warp has four at once, sixteen lanes two of them. What
-// a thread reads of them it has copied itself, so it waits for no others. The second goes along columns: a thread has
-// two of them, and sixteen rows.
+// Both passes read the same memory. The first goes along rows: a warp has four rows at once, sixteen lanes two of them.
+// A thread reads only its own copies, so it waits for no others. The second goes along columns: a thread has two
+// columns and sixteen rows.
 #pragma once
 #include "column_block.cuh"
 #include "copy_async.cuh"
@@ -13,14 +12,14 @@
 
 constexpr int kTile = ColumnBlock::kRows;       // rows and columns
 constexpr int kColumns = 8;                     // of a thread, side by side, in the first pass
-constexpr int kLanes = kTile / kColumns;        // threads that share a row then
+constexpr int kLanes = kTile / kColumns;        // threads that share a row in the first pass
 constexpr int kRowStep = 4 * kThreads / kWarp;  // rows that the first pass takes at once, four a warp
 constexpr int kSteps = kTile / kRowStep;
 constexpr int kUnitRows = 16;                   // of a thread in the second pass, with two columns
 constexpr int kResults = 3;                     // gradients of gate and of up, and weighted `a`
 
-// 128 rows of a tile in shared memory. Of each column's sixteenth rows, none shares a bank with others: behind sixteen
-// rows 16 B are left out.
+// 128 rows of a tile in shared memory. After each sixteen rows 16 B are left out, so that rows sixteen apart are in
+// different banks.
 template <int kElementBytes>
 struct Rows {
   static constexpr int kRowBytes = kTile * kElementBytes, kUnitBytes = kUnitRows * kRowBytes + 16;
@@ -29,28 +28,28 @@ struct Rows {
   __device__ uint8_t* at(uint32_t row, uint32_t column) {
     return bytes + row / kUnitRows * kUnitBytes + row % kUnitRows * kRowBytes + column * kElementBytes;
   }
-  // Bytes to the same columns `step` steps of the first pass and i < kUnitRows rows of the same sixteen further on.
+  // Bytes to the same columns, `step` steps of the first pass and i rows further on, within the same sixteen rows.
   __device__ static constexpr uint32_t distance(uint32_t step, uint32_t i) {
     return step * (kRowStep / kUnitRows) * kUnitBytes + i * kRowBytes;
   }
 };
 
-// What a CTA keeps of its tile: 112 KB, or 81 KB if gate and up are E4M3.
+// The shared memory of a CTA: 112 KB, or 81 KB if gate and up are E4M3.
 template <bool kIsFp8>
 struct Memory {
   static constexpr int kSavedBytes = kIsFp8 ? 1 : 2;
   Rows<2> grad;
   Rows<kSavedBytes> saved[2];  // gate, up
   union {
-    alignas(16) float amax[kThreads / kWarp][kResults][kTile];  // of columns, as each warp found them
-    alignas(16) float products[kTile][kLanes + 4];  // <grad, a>, as each thread found them; no bank is met twice
+    alignas(16) float amax[kThreads / kWarp][kResults][kTile];  // of columns, from each warp
+    alignas(16) float products[kTile][kLanes + 4];  // <grad, a>, from each thread; without bank conflicts
   };
   alignas(16) Divider dividers[kResults][kTile];
   alignas(16) float weights[kTile];  // 0 where no choice has the row
   alignas(16) float scales[2][kIsFp8 ? kTile : 1];
 };
 
-// Where a CTA works.
+// The tile of a CTA.
 struct Tile {
   uint32_t block, index, first_column;
   ColumnBlock rows;
@@ -62,7 +61,7 @@ struct Tile {
         rows(args.expert_offsets, args.num_experts, args.num_rows, block) {}
 };
 
-// The first of a thread's rows in the first pass, which has two in each step; kRowStep are between steps.
+// A thread's first row in the first pass. It has two rows in each step; steps are kRowStep rows apart.
 __device__ inline uint32_t first_row() { return threadIdx.x / kWarp * 4 + threadIdx.x / kLanes % 2 * 2; }
 
 // Copies codes of gate or of up that are not at multiples of 8 B.
@@ -75,7 +74,7 @@ __device__ inline void copy_bytes(uint8_t* target, const uint8_t* source, uint32
   *reinterpret_cast<uint2*>(target) = {codes[0], codes[1]};
 }
 
-// Starts to copy what the thread reads in the first pass, a group for each step.
+// Starts the copies that the thread reads in the first pass, one group for each step.
 template <bool kIsFp8>
 __device__ void copy_tile(const Arguments& args, const Tile& tile, Memory<kIsFp8>& memory) {
   const uint32_t in_tile = threadIdx.x % kLanes * kColumns, column = tile.first_column + in_tile;
@@ -111,7 +110,7 @@ __device__ void copy_tile(const Arguments& args, const Tile& tile, Memory<kIsFp8
   }
 }
 
-// The weights of rows, and the scales of gate and up.
+// Copies the weights of rows, and the scales of gate and up.
 template <bool kIsFp8>
 __device__ void copy_factors(const Arguments& args, const Tile& tile, Memory<kIsFp8>& memory) {
   if constexpr (kIsFp8) {
@@ -128,13 +127,13 @@ __device__ void copy_factors(const Arguments& args, const Tile& tile, Memory<kIs
   memory.weights[row] = row < tile.rows.num_rows ? args.weight_of_row[tile.rows.first_row + row] : 0;
 }
 
-// Neighbouring elements of a row of the tile, as they lie in shared memory.
+// Neighbouring elements of a row of the tile, loaded from shared memory.
 template <bool kIsFp8, int kCount>
 struct Part {
   static constexpr int kBytes = kCount * (kIsFp8 ? 1 : 2);
   uint32_t grad[kCount / 2], saved[2][kBytes >= 4 ? kBytes / 4 : 1];
 
-  // of_grad, of_gate: where they lie.
+  // of_grad, of_gate: their addresses.
   __device__ void load(const uint8_t* of_grad, const uint8_t* of_gate) {
     load_words<kCount * 2>(grad, of_grad);
 #pragma unroll

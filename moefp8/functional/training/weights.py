@@ -1,8 +1,8 @@
-"""FP8 codes of master weights, W and W^T: made once for each value that a weight has, and kept.
+"""FP8 codes of master weights, W and W^T: quantized once after each change of a weight, and kept.
 
-A trained module's parameter is the master weight, in BF16, FP16 or FP32. Its codes are a cache that
-belongs to the parameter's storage and goes with it. They are trusted as long as nothing tells that
-the weight has changed, and made anew in the same memory, which CUDA graphs may know.
+A trained module's parameter is the master weight, in BF16, FP16 or FP32. Its codes are cached as
+long as the parameter's storage lives. They are reused unless something says that the weight has
+changed; then they are made again in the same memory, which CUDA graphs may read.
 """
 
 import threading
@@ -24,14 +24,14 @@ from ...quant.both import (
     quantize_128x128_both_into,
     whole_rows,
 )
-from ..kept import Made, belonging, belonging_if_any, has_memory, identity, may_be_same
+from ..kept import Completion, attached, attached_or_none, has_memory, may_be_same, parameter_id
 from .gathered import GatheredCodes, GatheredWeight
 
 __all__ = ["WeightCodes", "codes_of", "codes_stay", "requantize"]
 
 
 class _Layout(NamedTuple):
-    """Where codes are of: other views of a storage have their own."""
+    """Identifies the view of a storage that codes belong to."""
 
     address: int
     shape: torch.Size
@@ -44,13 +44,13 @@ class _Layout(NamedTuple):
         return cls(weight.data_ptr(), weight.shape, weight.stride(), weight.dtype, parts)
 
     def begins_in(self, weight: torch.Tensor) -> bool:
-        """Whether codes are of a part of `weight`, which lies in the same storage."""
+        """Whether the view begins within `weight`, which has the same storage."""
         last = sum((n - 1) * pitch for n, pitch in zip(weight.shape, weight.stride(), strict=True))
         begin = weight.data_ptr()
         return begin <= self.address <= begin + last * weight.element_size()
 
     def view_of(self, weight: torch.Tensor) -> torch.Tensor:
-        """The values that lie there, in the storage of `weight`."""
+        """This view of the storage of `weight`."""
         storage = weight.untyped_storage()
         offset = (self.address - storage.data_ptr()) // self.dtype.itemsize
         empty = torch.empty(0, dtype=self.dtype, device=weight.device)
@@ -58,54 +58,53 @@ class _Layout(NamedTuple):
 
 
 @dataclass
-class _Kept:
-    """Codes as they were made.
+class _Entry:
+    """Codes of a weight, and the state in which they were made.
 
-    version: of the weight. of: which parameter that was. was_frozen: whether it asked for no
-        gradient. num_steps: how many steps optimizers had made of weights unknown to us.
-    capture: the capture of a graph in which they were made; None: they are made already.
-    made: behind what they are made; None on a CPU.
-    is_old: whether something told that the weight has changed since, or nothing is made yet.
+    version, parameter: of the weight. was_frozen: whether the weight needed no gradient.
+    num_steps: `_known.num_steps` at that time. capture: of a graph; None: made outside of captures.
+    completion: the point after which they are complete; None on a CPU.
+    is_old: whether the weight may have changed since, or the codes are not made yet.
     is_in_graph: whether a graph's replay, which counts no version, may write them or the weight.
     """
 
     codes: WeightCodes
     version: int = -1
-    of: int = 0
+    parameter: int = 0
     was_frozen: bool = False
     num_steps: int = 0
     capture: int | None = None
-    made: Made | None = None
+    completion: Completion | None = None
     is_old: bool = True
     is_in_graph: bool = False
 
-    def is_of(self, weight: torch.Tensor) -> bool:
-        """Whether nothing told that the weight has changed since."""
+    def is_current(self, weight: torch.Tensor) -> bool:
+        """Whether the weight has not changed since, as far as is known."""
         if self.is_old or self.version != weight._version:
             return False
-        if not may_be_same(self.of, identity(weight)):
+        if not may_be_same(self.parameter, parameter_id(weight)):
             return False
         return (self.was_frozen and _is_frozen(weight)) or self.num_steps == _known.num_steps
 
-    def is_made_in(self, capture: int | None) -> bool:
-        """Whether what is made in this capture, or outside of all, may read them as they are."""
+    def is_readable_in(self, capture: int | None) -> bool:
+        """Whether work in this capture may read them; None: work outside of captures."""
         return self.capture == capture and not (capture is None and self.is_in_graph)
 
     def wait(self, capture: int | None) -> None:
-        """Let the current stream wait until they are made; across a capture, nothing can wait."""
-        if self.made is not None and self.capture == capture:
-            self.made.wait(self.codes, is_captured=capture is not None)
+        """Let the current stream wait for them; a wait cannot cross the border of a capture."""
+        if self.completion is not None and self.capture == capture:
+            self.completion.wait(self.codes, is_captured=capture is not None)
 
     def make(self, weight: torch.Tensor, parts: int, capture: int | None) -> None:
-        """Make them anew in their memory, on the current stream."""
+        """Make them again in their memory, on the current stream."""
         version, num_steps = weight._version, _known.num_steps
-        self.wait(capture)  # another stream may be about to write what the weight was before
-        self.is_old = True  # if the launch fails
+        self.wait(capture)  # another stream may still write older codes
+        self.is_old = True  # in case the launch fails
         data, scale_inv, _ = self.codes
         quantize_128x128_both_into(weight, parts, data, scale_inv, whole_rows(self.codes, parts))
-        self.made = Made.now(weight.device) if weight.is_cuda else None
+        self.completion = Completion.now(weight.device) if weight.is_cuda else None
         self.version, self.num_steps, self.capture = version, num_steps, capture
-        self.of, self.was_frozen = identity(weight), _is_frozen(weight)
+        self.parameter, self.was_frozen = parameter_id(weight), _is_frozen(weight)
         self.is_in_graph |= capture is not None
         self.is_old = False
 
@@ -114,16 +113,16 @@ def _is_frozen(weight: torch.Tensor) -> bool:
     return isinstance(weight, nn.Parameter) and not weight.requires_grad
 
 
-class _OfStorage(dict[_Layout, _Kept]):
-    """All codes that belong to a storage."""
+class _StorageCodes(dict[_Layout, _Entry]):
+    """The codes of all views of a storage."""
 
 
 @dataclass
 class _Known:
-    """What holds for all weights: steps of unknown ones, and how many `codes_stay` are entered."""
+    """State of all weights."""
 
-    num_steps: int = 0
-    num_staying: int = 0
+    num_steps: int = 0  # of optimizers, with weights that have no codes
+    num_staying: int = 0  # how many `codes_stay` are active
 
 
 _known = _Known()
@@ -131,96 +130,94 @@ _entering = threading.Lock()
 
 
 def codes_of(
-    weight: torch.Tensor, parts: int = 1, *, trusts: bool = True, is_backward: bool = False
+    weight: torch.Tensor, parts: int = 1, *, reuse_codes: bool = True, is_backward: bool = False
 ) -> WeightCodes | GatheredCodes:
     """The codes of a master weight and of its transpose, as `quantize_128x128_both` makes them.
 
-    They are kept, and made anew by one kernel in the same memory when
+    They are kept. One kernel makes them again, in the same memory, when
 
-    - the weight's version changed: a write in place counts one up, unless it is through `.data`;
-    - another parameter lies there now;
-    - the weight lies elsewhere or otherwise than before (then in other memory), or its storage was
-      resized, as FSDP does when it frees what it gathered;
-    - an optimizer of torch made a step with the weight, however it wrote it; or with others that
-      have no codes, which may be copies that somebody writes back: then all are made anew but those
-      of parameters that were frozen before and still are;
+    - the weight's version changed: each write in place, other than through `.data`, counts it up;
+    - another parameter has the memory now;
+    - the weight has another address or layout (then in other memory), or its storage was resized,
+      as FSDP does to free gathered weights;
+    - an optimizer of torch made a step with the weight; or with weights that have no codes, which
+      may be copies to be written back: then all codes are made again but those of parameters that
+      were frozen before and still are;
     - a graph is captured: see below;
     - `requantize` asks for it.
 
-    Of an inference tensor, which counts no versions, nothing is kept. A `GatheredWeight` has codes.
+    Codes of an inference tensor, which has no version, are not kept. A `GatheredWeight` has codes.
 
     While a stream is captured into a CUDA graph, codes are made inside the capture, once for each
-    version: a graph of a whole step quantizes once each step, whatever its replay finds. A replay
-    changes weights unseen, so these codes are trusted in their own capture only, and calls outside
-    of captures then make them anew each time. `codes_stay` leaves the kernel outside instead.
+    version: so a graph of a whole step quantizes in each replay. A replay changes weights, but not
+    versions. So these codes are reused in their own capture only, and calls outside of captures
+    make them each time. With `codes_stay`, graphs do not quantize.
 
-    The memory may be written again by each later call. A backward therefore saves the weight rather
-    than its codes, and asks again.
+    Later calls may overwrite the memory. So a backward saves the weight, not codes, and asks again.
 
     Args:
         weight: [N, K] or [E, N, K] bf16, fp16 or fp32; columns contiguous.
-        parts: 2 for stacked gate and up, whose blocks begin anew with up; N is a multiple of it.
-        trusts: False makes them anew in any case, as a module in eval mode does in its forward:
-            nothing counts writes through `.data`, by which a moving average may be put in, and the
-            trained weights back later. So the next call makes them anew, too.
-        is_backward: whether it is called for a gradient. If codes have to be made anew then, that
-            holds for the next forward as well: between the two, eval mode's rule is not ended.
+        parts: 2 for stacked gate and up, each with its own blocks; N is a multiple of it.
+        reuse_codes: False makes codes in any case, as the forward of a module in eval mode does:
+            a moving average may be written through `.data`, which no version counts, and the
+            trained weights written back later. So the next call makes codes, too.
+        is_backward: whether the call is for a gradient. If it has to make codes, the next call
+            makes them, too: a backward does not end the rule of `reuse_codes=False`.
 
     Raises:
-        TypeError, ValueError: naming the argument, the rule and what came.
-        RuntimeError: within `codes_stay`, if codes had to be made inside a capture.
+        TypeError, ValueError: naming the argument, the rule and the value.
+        RuntimeError: within `codes_stay`, if codes would have to be made inside a capture.
     """
     if isinstance(weight, GatheredWeight):
         return GatheredCodes(weight, parts)
     if weight.is_inference() or not has_memory(weight):
         return quantize_128x128_both(weight, parts)
-    of_storage, layout = belonging(weight, _OfStorage), _Layout.of(weight, parts)
-    found, capture = of_storage.get(layout), _capture_of(weight)
-    is_trusted = found is not None and found.is_of(weight)
+    entries, layout = attached(weight, _StorageCodes), _Layout.of(weight, parts)
+    entry, capture = entries.get(layout), _capture_of(weight)
+    is_current = entry is not None and entry.is_current(weight)
     if capture is not None and _known.num_staying:
-        return _staying(weight, found if is_trusted else None)
-    if found is None:
+        return _codes_for_graph(weight, entry if is_current else None)
+    if entry is None:
         with torch.inference_mode(False):  # it outlives the mode in which it is made
-            found = _Kept(empty_both(weight, parts))
-    elif is_trusted and trusts and found.is_made_in(capture):
-        found.wait(capture)
-        return found.codes
-    stays_old = not trusts or (is_backward and found.is_old and layout in of_storage)
-    found.make(weight, parts, capture)
-    found.is_old = stays_old  # what nothing counts may put the weight back, too
+            entry = _Entry(empty_both(weight, parts))
+    elif is_current and reuse_codes and entry.is_readable_in(capture):
+        entry.wait(capture)
+        return entry.codes
+    stays_old = not reuse_codes or (is_backward and entry.is_old and layout in entries)
+    entry.make(weight, parts, capture)
+    entry.is_old = stays_old  # a write that no version counts may restore the weight
     _watch_optimizers()
-    of_storage[layout] = found
-    return found.codes
+    entries[layout] = entry
+    return entry.codes
 
 
 def _capture_of(weight: torch.Tensor) -> int | None:
-    """Which capture of a graph the stream is part of, if any."""
+    """The capture of a graph that the current stream is part of, if any."""
     driver, device_index = current_driver(), weight.get_device()
     if weight.is_cuda or driver.runs_our_kernels(device_index):
         return driver.capture_id(device_index)
     return None
 
 
-def _staying(weight: torch.Tensor, found: _Kept | None) -> WeightCodes:
-    if found is None or found.capture is not None:
+def _codes_for_graph(weight: torch.Tensor, entry: _Entry | None) -> WeightCodes:
+    if entry is None or entry.capture is not None:
         raise RuntimeError(
             f"codes_stay: a weight of shape {list(weight.shape)} has no codes that a graph could "
             "read as they are; outside of a graph, run the module once, or call requantize after "
             "the weights changed, then capture"
         )
-    return found.codes
+    return entry.codes
 
 
 @contextmanager
 def codes_stay() -> Iterator[None]:
-    """Within it, graphs that are captured read codes as they lie in memory, and make none.
+    """Within it, captured graphs read existing codes, and make none.
 
-    For a graph of one micro-batch of several: its replays then quantize no weights. In return,
-    `requantize` has to be called after every change of the weights, outside of this graph, and
-    before its next replay. Codes have to be there, and right, when the graph is captured.
+    For a graph of one micro-batch of several: its replays then quantize no weights. In return, call
+    `requantize` after every change of the weights, outside of this graph and before its next
+    replay. Codes have to exist and be current when the graph is captured.
 
-    It holds for all threads, since a backward runs in another one. Outside of captures it changes
-    nothing.
+    It applies to all threads, since a backward runs in another one, and to captures only.
     """
     with _entering:
         _known.num_staying += 1
@@ -232,25 +229,25 @@ def codes_stay() -> Iterator[None]:
 
 
 def requantize(weights: nn.Module | torch.Tensor | Iterable[torch.Tensor]) -> None:
-    """Make all codes that are kept of weights anew, now, in the same memory.
+    """Make all kept codes of weights again, now, in the same memory.
 
-    For graphs that were captured within `codes_stay`, and after writes through `.data` while
-    a module trains: nothing else tells of these. Weights without codes get none.
+    For graphs that were captured within `codes_stay`, and after writes through `.data`, which no
+    version counts, while a module trains. Weights without codes get none.
 
     Args:
-        weights: those of a module are all of its parameters.
+        weights: a tensor, several, or a module, for all of its parameters.
 
     Raises:
         TypeError: for anything else.
     """
     for weight in _weights_of(weights):
         capture = _capture_of(weight)
-        for layout, kept in list((belonging_if_any(weight, _OfStorage) or {}).items()):
+        for layout, entry in list((attached_or_none(weight, _StorageCodes) or {}).items()):
             if layout == _Layout.of(weight, layout.parts):
-                kept.make(weight, layout.parts, capture)
-            elif layout.begins_in(weight):  # a view of it: which version is its own, is not known
-                kept.make(layout.view_of(weight), layout.parts, capture)
-                kept.is_old = True
+                entry.make(weight, layout.parts, capture)
+            elif layout.begins_in(weight):  # a view of it, whose own version is unknown
+                entry.make(layout.view_of(weight), layout.parts, capture)
+                entry.is_old = True
 
 
 def _weights_of(weights: Any) -> list[torch.Tensor]:
@@ -258,30 +255,30 @@ def _weights_of(weights: Any) -> list[torch.Tensor]:
         return list(weights.parameters())
     if isinstance(weights, torch.Tensor):
         return [weights]
-    found = list(weights) if isinstance(weights, Iterable) else [weights]
-    for x in found:
+    tensors = list(weights) if isinstance(weights, Iterable) else [weights]
+    for x in tensors:
         if not isinstance(x, torch.Tensor):
             raise TypeError(
                 f"requantize: weights must be a module, a tensor or several, got {type(x).__name__}"
             )
-    return found
+    return tensors
 
 
 @cache
 def _watch_optimizers() -> None:
-    """From the first master weight on; once."""
+    """Registers the hook once, at the first master weight."""
     register_optimizer_step_post_hook(_after_step)
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """An optimizer may write through `.data`, and its step may be part of a graph."""
     weights = [x for group in optimizer.param_groups for x in group["params"]]
-    found = [(belonging_if_any(x, _OfStorage), x) for x in weights]
-    of_storages = {id(of_storage): (of_storage, x) for of_storage, x in found if of_storage}
-    for of_storage, weight in of_storages.values():  # of one flat buffer, all have the same
+    pairs = [(attached_or_none(x, _StorageCodes), x) for x in weights]
+    storages = {id(entries): (entries, x) for entries, x in pairs if entries}
+    for entries, weight in storages.values():  # one for all weights of a flat buffer
         is_in_graph = _capture_of(weight) is not None
-        for kept in list(of_storage.values()):
-            kept.is_old = True
-            kept.is_in_graph |= is_in_graph
-    if not all(of_storage for of_storage, _ in found):
+        for entry in list(entries.values()):
+            entry.is_old = True
+            entry.is_in_graph |= is_in_graph
+    if not all(entries for entries, _ in pairs):
         _known.num_steps += 1

@@ -7,7 +7,7 @@ import torch
 
 from moefp8.functional import parts as parts_room
 from moefp8.functional.expert_configs import Sizes
-from moefp8.functional.expert_parts import Given
+from moefp8.functional.expert_parts import CallTensors
 from moefp8.functional.experts import (
     ExpertsInputs,
     experts,
@@ -93,7 +93,9 @@ def test_launches_take_codes(gpu, shape, kind):
         ours, theirs = gpu.launched[-8:-4], gpu.launched[-4:]
         assert [x.kernel for x in ours[1:]] == [x.kernel for x in theirs[1:]]
         sizes = Sizes(num_tokens, top_k, e, h, made.weights.down_proj.shape[2], masked)
-        listed = (experts_kernels(TARGET, sizes, Given(E4M3, is_aligned=x)) for x in (True, False))
+        listed = (
+            experts_kernels(TARGET, sizes, CallTensors(E4M3, is_aligned=x)) for x in (True, False)
+        )
         assert ours[0].kernel in chain(*listed)
     for ours, theirs in zip(backward(made, Codes()), backward(made, Floats()), strict=True):
         assert same_bits(ours, theirs)
@@ -176,7 +178,7 @@ def arguments() -> dict:
         "gate_up_scale_inv": None,
         "swiglu_limit": None,
         "masked": False,
-        "keeps": False,
+        "keep_transposed": False,
     }
 
 

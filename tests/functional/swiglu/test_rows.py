@@ -126,16 +126,16 @@ def assert_has_gradient(
     codes = found.codes.cpu().chunk(2, 1)
     for i, terms in enumerate(sizes_of_terms(gate, up)):
         right, sizes = ((of_rows * dy * x)[has_row] for x in (exact[i], terms))
-        got = found.of_gate_up[:, i].cpu()[has_row]
+        got = found.grad_gate_up[:, i].cpu()[has_row]
         assert ((got - right).abs() <= right.abs() * 2.0**-8 + 1e-5 * sizes.abs()).all()
         assert not codes[i].view(torch.uint8)[has_row][:, size:].any()
         check_quantized(
             codes[i].view(torch.uint8)[has_row][:, :size], blocks[i][has_row], right, sizes.abs()
         )
     products = (dy * naive.swiglu(gate, up, bound))[row.clamp(min=0)]
-    near = (found.of_weights.cpu() - products.sum(-1)).abs() <= 1e-5 * products.abs().sum(-1)
+    near = (found.grad_weights.cpu() - products.sum(-1)).abs() <= 1e-5 * products.abs().sum(-1)
     assert near[row >= 0].all()
-    assert not found.of_weights.cpu()[row < 0].any()
+    assert not found.grad_weights.cpu()[row < 0].any()
     assert torch.allclose(found.weight_of_row.cpu()[has_row].double(), of_rows[has_row, 0], atol=0)
     for own, told in zip(row.tolist(), found.is_first.tolist(), strict=True):
         assert told == [float(r >= 0 and own.index(r) == j) for j, r in enumerate(own)]
@@ -167,7 +167,7 @@ def test_nothing_gives_nothing(num_tokens, size, device):
     weights = torch.ones(num_tokens, 2, device=device)
     given = gate_up[:, 0], gate_up, plan.token_to_row, weights, None
     found = SwigluGradients(*swiglu_rows_backward(*given))
-    assert not found.of_weights.any()
+    assert not found.grad_weights.any()
 
 
 @on_gpu
@@ -199,6 +199,6 @@ def test_what_is_quantized_is_what_is_told_in_bf16():
     found = SwigluGradients(
         *swiglu_rows_backward(grad, gate_up, plan.token_to_row, torch.rand(4, 2), None)
     )
-    exact = torch.nn.functional.pad(found.of_gate_up.float(), (0, 120)).flatten(1)
+    exact = torch.nn.functional.pad(found.grad_gate_up.float(), (0, 120)).flatten(1)
     told = dequantize(BlockScaled(found.codes, found.scale_inv)).float()
     assert (told - exact).norm() < 0.05 * exact.norm()

@@ -279,9 +279,9 @@ def check_choices(
         for own in token_to_row.tolist()
     ]
     assert found.is_first.tolist() == told
-    assert (found.of_weights[~has_row] == 0).all()
+    assert (found.grad_weights[~has_row] == 0).all()
     terms = terms[token_to_row[has_row]]
-    error = (found.of_weights[has_row] - terms.sum(-1)).abs()
+    error = (found.grad_weights[has_row] - terms.sum(-1)).abs()
     assert (error <= 1e-5 * terms.abs().sum(-1)).all()
 
 

@@ -91,7 +91,7 @@ def test_rows_are_those_of_the_op_without_columns(name):
         ours, theirs = (x.codes.view(torch.uint8)[block.rows] for x in (found, rows))
         assert torch.equal(ours, theirs)
         assert torch.equal(found.scale_inv[block.rows], rows.scale_inv[block.rows])
-    assert torch.equal(found.of_weights, rows.of_weights)
+    assert torch.equal(found.grad_weights, rows.grad_weights)
     assert torch.equal(found.is_first, rows.is_first)
 
 
@@ -105,7 +105,7 @@ def test_nothing_gives_nothing(counts, size, device):
         num_columns = sum(counts) // 128 + 2
         assert found.gate_up_columns.shape == (num_columns, 2 * size, 128)
         assert found.activated_scale_inv.shape == (num_columns, num_scales)
-        assert not found.of_weights.any()
+        assert not found.grad_weights.any()
         assert not found.is_first.any()
 
 
@@ -311,8 +311,8 @@ def assert_bad_numbers_stay(
     assert has_bad.sum() == 1
     assert not found.gate_up_scale_inv[has_bad].isfinite().all()
     is_row = made.token_to_row.cpu() == row
-    assert torch.equal(found.of_weights[~is_row], clean.of_weights[~is_row])
-    assert where == "weight" or not found.of_weights[is_row].isfinite().any()
+    assert torch.equal(found.grad_weights[~is_row], clean.grad_weights[~is_row])
+    assert where == "weight" or not found.grad_weights[is_row].isfinite().any()
 
 
 # ---- On a GPU ----

@@ -125,7 +125,7 @@ def test_a_moving_average_is_seen(gpu):
     weight.data.copy_(average)
     for _ in range(2):
         num_before = num_made(gpu)
-        codes = codes_of(weight, trusts=False)
+        codes = codes_of(weight, reuse_codes=False)
         assert num_made(gpu) == num_before + 1
         assert [x.data_ptr() for x in codes] == places
         assert torch.equal(bits(codes.data), bits(expected_of(weight).data))
@@ -201,15 +201,15 @@ def test_a_failed_launch_leaves_nothing_to_trust(gpu, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(gpu.library, "launch", lambda *_: 1)
         patch.setattr(gpu, "check", raise_error)
-        for trusts in (True, False):
+        for reuse_codes in (True, False):
             with pytest.raises(RuntimeError, match="no luck"):
-                codes_of(weight, trusts=trusts)
+                codes_of(weight, reuse_codes=reuse_codes)
     assert_right(weight)
     with monkeypatch.context() as patch:
         patch.setattr(gpu.library, "launch", lambda *_: 1)
         patch.setattr(gpu, "check", raise_error)
         with pytest.raises(RuntimeError, match="no luck"):
-            codes_of(weight, trusts=False)  # no version says that these are old
+            codes_of(weight, reuse_codes=False)  # no version says that these are old
     num_before = num_made(gpu)
     codes_of(weight)
     assert num_made(gpu) == num_before + 1

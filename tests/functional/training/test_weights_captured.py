@@ -90,7 +90,7 @@ def test_a_weight_that_a_graph_steps_with_is_not_trusted(gpu):
 def test_eval_makes_them_anew_in_a_capture_too(gpu):
     weight = make_weight()
     with Graph(gpu, 1) as graph:
-        codes_of(weight, trusts=False), codes_of(weight, trusts=False)
+        codes_of(weight, reuse_codes=False), codes_of(weight, reuse_codes=False)
     assert len(graph.launches) == 2
 
 
@@ -99,8 +99,8 @@ def test_codes_that_stay_are_made_outside_of_a_graph(gpu):
     with codes_stay():
         codes = codes_of(weight)  # outside of a capture, as ever
     with codes_stay(), Graph(gpu, 1) as graph:
-        for trusts in (True, False):
-            assert codes_of(weight, trusts=trusts).data is codes.data
+        for reuse_codes in (True, False):
+            assert codes_of(weight, reuse_codes=reuse_codes).data is codes.data
     assert graph.launches == []
     change(weight)
     requantize(weight)

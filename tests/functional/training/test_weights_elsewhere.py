@@ -77,7 +77,7 @@ def test_a_backward_in_eval_mode_does_not_end_what_eval_mode_means(gpu):
     before = weight.detach().clone()
     codes_of(weight)
     change(weight)
-    assert_right(weight, trusts=False)
+    assert_right(weight, reuse_codes=False)
     assert_right(weight, is_backward=True)
     weight.data.copy_(before)
     assert_right(weight)
@@ -86,11 +86,11 @@ def test_a_backward_in_eval_mode_does_not_end_what_eval_mode_means(gpu):
     assert num_made(gpu) == num_before
 
 
-@pytest.mark.parametrize("trusts", [True, False])
-def test_codes_made_in_inference_mode_may_be_made_anew_outside(gpu, trusts):
+@pytest.mark.parametrize("reuse_codes", [True, False])
+def test_codes_made_in_inference_mode_may_be_made_anew_outside(gpu, reuse_codes):
     weight = make_weight()
     with torch.inference_mode():
-        assert_right(weight, trusts=trusts)
+        assert_right(weight, reuse_codes=reuse_codes)
     with torch.no_grad():
         weight.mul_(2)
     assert_right(weight)
