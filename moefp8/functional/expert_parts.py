@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from ..kernels.common.blocks import E4M3, TMA_BYTES, num_blocks
-from ..kernels.common.tma_operands import fitting, lying_as
+from ..kernels.common.tma_operands import fitting, with_strides_of
 from ..kernels.gemm.config import GemmConfig, GroupLayout
 from ..kernels.gemm.launch import (
     GateUp,
@@ -221,7 +221,9 @@ def split_weights(projections: Projections) -> Weights:
 def fitting_weights(weights: Weights) -> Weights:
     """Each weight itself, or a copy that TMA can address."""
     gate = fitting(weights.gate)
-    return weights._replace(gate=gate, up=lying_as(gate, weights.up), down=fitting(weights.down))
+    return weights._replace(
+        gate=gate, up=with_strides_of(gate, weights.up), down=fitting(weights.down)
+    )
 
 
 def weights_layout(weights: Weights) -> ExpertWeights:

@@ -20,7 +20,7 @@ from ..kernels.common.checks import (
 )
 from ..kernels.common.prepared import Launches, layout_of, prepared
 from ..kernels.common.registry import register_inputs
-from ..kernels.common.tma_operands import fits, fitting, lying_as
+from ..kernels.common.tma_operands import fits, fitting, with_strides_of
 from ..kernels.gemm.config import GroupLayout
 from ..kernels.gemm.dense import block_scaled_matmul
 from ..kernels.gemm.launch import GateUp, GroupsOfTokens, describe_gemm
@@ -142,7 +142,7 @@ def _launch_copies(
         x=pad(inputs.x, (0, more)).contiguous(),
         gate=gate,
         gate_scale_inv=inputs.gate_scale_inv.contiguous(),
-        up=lying_as(gate, up),
+        up=with_strides_of(gate, up),
         up_scale_inv=inputs.up_scale_inv.contiguous(),
         down=fitting(pad(inputs.down, (0, 0, 0, more))),
     )

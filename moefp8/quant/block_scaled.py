@@ -1,4 +1,4 @@
-"""What an FP8 number means: E4M3 data and the FP32 scales that multiply to dequantize it."""
+"""`BlockScaled`: E4M3 data with one FP32 scale per block; `data * scale_inv` is the value."""
 
 from typing import NamedTuple
 
@@ -66,7 +66,7 @@ def dequantize(q: BlockScaled, dtype: torch.dtype = torch.float32) -> torch.Tens
 
     Args:
         q: (data [..., N, K], scale_inv) with 1x128 or 128x128 blocks; the shape of the scales
-            tells which. A one-dimensional `data` [K] has 1x128 blocks.
+            says which. A one-dimensional `data` [K] has 1x128 blocks.
 
     Raises:
         TypeError: `data` is not e4m3, or `scale_inv` not fp32.
@@ -80,13 +80,13 @@ def dequantize(q: BlockScaled, dtype: torch.dtype = torch.float32) -> torch.Tens
         raise ValueError("dequantize: data must be [..., K], got shape []")
     *rows, k = data.shape
     row_blocks = [*rows[:-1], *map(num_blocks, rows[-1:])]
-    *of_rows, of_columns = scale_inv.shape or (0,)
-    if of_rows not in (rows, row_blocks) or of_columns != num_blocks(k):
+    *scale_rows, scale_columns = scale_inv.shape or (0,)
+    if scale_rows not in (rows, row_blocks) or scale_columns != num_blocks(k):
         raise ValueError(
             "dequantize: scale_inv must be [..., N, ceil(K/128)] or [..., ceil(N/128), "
             f"ceil(K/128)] for data {list(data.shape)}, got {list(scale_inv.shape)}"
         )
-    if of_rows == rows:
+    if scale_rows == rows:
         scale = scale_inv.repeat_interleave(BLOCK, dim=-1)[..., :k]
         return (e4m3_to_float(data) * scale).to(dtype)
     has_gradient = torch.is_grad_enabled() and scale_inv.requires_grad

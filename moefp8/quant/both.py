@@ -1,7 +1,8 @@
-"""Quantize weights to E4M3 and transpose the codes, at once: what a trained weight's GEMMs read.
+"""Quantize weights to E4M3 and transpose the codes in one pass, for the GEMMs of a trained weight.
 
-E matrices of N rows of K weights, in parts of n = N / parts rows: 2 for gate and up, whose blocks
-begin anew with up. Numerics are those of `numerics.py`, and W^T lies as `transpose.py` lays it.
+E matrices [N, K] in parts of n = N / parts rows, e.g. 2 for gate and up; each part has blocks of
+its own. Numerics are those of `numerics.py`; W^T has the layout of `transpose.py`. On a Hopper GPU
+one kernel, `both.cu`, reads the weights once; each CTA has a tile of 128x128.
 """
 
 from collections.abc import Iterator
@@ -40,14 +41,14 @@ _OP = "quantize_128x128_both"
 
 
 class BothInputs(NamedTuple):
-    """What `quantize_128x128_both_into` takes: weights, and the memory that it fills.
+    """The arguments of `quantize_128x128_both_into`: weights, and the memory that it fills.
 
     w: [N, K] or [E, N, K] bf16, fp16 or fp32; columns contiguous, rows and matrices at any pitch.
     parts: divides N.
     data: e4m3 of the shape of w, contiguous.
     scale_inv: fp32 [..., parts * ceil(n/128), ceil(K/128)], contiguous.
     transposed: e4m3 [..., K, parts * width], columns contiguous, n <= width <= n rounded up to 128:
-        row i of part p becomes column p * width + i, and columns behind the n of a part zeros.
+        row i of part p becomes column p * width + i; columns after the n of a part become zeros.
     """
 
     w: torch.Tensor
@@ -117,11 +118,11 @@ def _body(inputs: BothInputs) -> None:
     _check(inputs)
     w, parts, data, scale_inv, transposed = inputs
     n = w.shape[-2] // parts
-    of_parts = (
+    by_part = (
         x[(None,) * (3 - x.ndim)].unflatten(-2, (parts, size)).flatten(0, 1)
         for x, size in ((w, n), (data, n), (scale_inv, num_blocks(n)))
     )
-    for part, codes, scales in zip(*of_parts, strict=True):
+    for part, codes, scales in zip(*by_part, strict=True):
         numerics.quantize_128x128_into(part, codes, scales)
     copy_transposed(data, parts, transposed)
 
@@ -145,7 +146,7 @@ def _launch(inputs: BothInputs) -> None:
     prepared(key, prepare).on(device_index, tuple([x.data_ptr() for x in tensors]))
 
 
-# Quantizes `w` into memory that exists: see `BothInputs`.
+# Quantizes `w` into given memory: see `BothInputs`.
 quantize_128x128_both_into = register_inputs(
     "quantize_128x128_both_into", BothInputs, "()", cpu=_body, fake=_check, hopper=_launch
 )
@@ -157,8 +158,8 @@ def quantize_128x128_both(w: torch.Tensor, parts: int = 1) -> WeightCodes:
     Args:
         w: [N, K] or [E, N, K] bf16, fp16 or fp32; columns contiguous, rows and matrices at any
             pitch.
-        parts: N is cut into as many equal parts, each with blocks of its own: what comes is that of
-            `quantize_128x128` for each part, and of `transpose_codes` for its codes.
+        parts: N is cut into this many equal parts, each with blocks of its own. The results equal
+            those of `quantize_128x128` for each part, and of `transpose_codes` for its codes.
 
     Raises:
         TypeError, ValueError: naming the argument, the rule and what came.
@@ -169,7 +170,7 @@ def quantize_128x128_both(w: torch.Tensor, parts: int = 1) -> WeightCodes:
 
 
 def empty_both(w: torch.Tensor, parts: int) -> WeightCodes:
-    """Uninitialised memory for what `quantize_128x128_both` gives. Raises as that does."""
+    """Uninitialised memory for the results of `quantize_128x128_both`; raises the same errors."""
     _check_weights(w, parts)
     *batch, n, k = w.shape
     columns = n if parts == 1 else parts * round_up(n // parts, BLOCK)
@@ -182,7 +183,7 @@ def empty_both(w: torch.Tensor, parts: int) -> WeightCodes:
 
 
 def whole_rows(both: WeightCodes, parts: int) -> torch.Tensor:
-    """`both.transposed` with the bytes between its rows, which become zeros with one part."""
+    """`both.transposed` with the padding after each row, if there is one part; others have none."""
     transposed = both.transposed
     if parts > 1 or transposed.numel() == 0:
         return transposed
@@ -193,16 +194,16 @@ def whole_rows(both: WeightCodes, parts: int) -> torch.Tensor:
 # ---- The kernel ----
 
 _SOURCE = Path(__file__).with_name("both.cu")
-_VECTOR_BYTES = TMA_BYTES  # a thread loads as many at once, if they are aligned
+_VECTOR_BYTES = TMA_BYTES  # bytes that a thread loads at once, if they are aligned
 _VECTOR = 8  # elements of a load, and bytes of their codes
 _TILE = 128  # rows and columns of a tile
 _THREADS = 256
 _SHARED_BYTES = _TILE * _TILE + _THREADS // 32 * 4
-_MAX_TILES = 2**31 - 2**10  # `Divisor` is right for these, and columns past the last one count on
+_MAX_TILES = 2**31 - 2**10  # `Divisor` takes n < 2**31; threads count past the last column
 
 
 def alignments(*tensors: torch.Tensor) -> tuple[int, ...]:
-    """What of their addresses decides about a launch."""
+    """The part of their addresses on which the choice of a kernel depends."""
     return tuple(x.data_ptr() % _VECTOR_BYTES for x in tensors)
 
 

@@ -1,10 +1,10 @@
-"""Column codes: E4M3 of 128 tokens of a feature at a time, which lie side by side. The ops.
+"""Column codes: E4M3 in blocks of 128 tokens, in which the 128 codes of a feature are neighbours.
 
 T tokens, R rows that are grouped by expert, K features, E experts, B blocks. A gradient in weights
-sums over tokens, and FP8 tensor cores want what they sum over innermost: so the codes of 128 rows
-of one feature are neighbours, data [B, K, 128]. They have an FP32 scale of their own (128x1),
-scale_inv [B, K], or one for 128 features (128x128), scale_inv [B, ceil(K/128)], which makes the
-GEMM faster. A block has rows of one expert only; where its blocks begin, `first_block` says.
+sums over tokens, and FP8 tensor cores need the summed axis innermost: data is [B, K, 128]. Each
+feature of a block has an FP32 scale (128x1), scale_inv [B, K], or 128 features share one (128x128),
+scale_inv [B, ceil(K/128)], which makes the GEMM faster. All rows of a block belong to one expert.
+On a Hopper GPU `columns.cu` makes the codes; each CTA has 128 rows of 128 features.
 """
 
 import math
@@ -35,18 +35,18 @@ from ..kernels.program import Codes, Place, Record, Target, Tensor, prepare_laun
 from . import numerics
 
 _OP, _BOTH = "quantize_128x1", "quantize_1x128_and_128x1"
-_VECTOR_BYTES = 16
 Quantized = tuple[torch.Tensor, torch.Tensor]  # data, scale_inv
 QuantizedBothWays = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class ColumnsInputs(NamedTuple):
-    """What `quantize_128x1` takes.
+    """The arguments of `quantize_128x1`.
 
     x: [T, K] bf16, fp16 or fp32.
     expert_offsets: int32 [E + 1]; expert e has the rows from expert_offsets[e] to the next one.
-        None: all rows are of one.
-    row_to_token: int32 [R], which row of x is row r; None: x[r] is. Negative or too large: zeros.
+        None: all rows belong to one expert.
+    row_to_token: int32 [R]: row r is x[row_to_token[r]], or zeros where that is out of range.
+        None: row r is x[r].
     ue8m0: round each scale up to a power of two.
     min_amax: a block's largest magnitude counts as at least this.
     blocks: 128 rows of 128 features share a scale; otherwise, 128 rows of one feature do.
@@ -60,8 +60,8 @@ class ColumnsInputs(NamedTuple):
     blocks: bool = False
 
 
-class BothInputs(NamedTuple):
-    """What `quantize_1x128_and_128x1` takes: as `ColumnsInputs`, and row r is x[r]."""
+class RowsAndColumnsInputs(NamedTuple):
+    """The arguments of `quantize_1x128_and_128x1`: fields as in `ColumnsInputs`; row r is x[r]."""
 
     x: torch.Tensor
     expert_offsets: torch.Tensor | None
@@ -76,18 +76,18 @@ class BothInputs(NamedTuple):
 
 
 def num_column_blocks(num_rows: int, num_experts: int | None) -> int:
-    """B: how many blocks there are room for, whatever the experts' shares of `num_rows` are.
+    """B: enough blocks for `num_rows` rows, however many of them each expert has.
 
-    num_experts: None if all rows are of one.
+    num_experts: None if all rows belong to one expert.
     """
     return ceil_div(num_rows, BLOCK) if num_experts is None else num_rows // BLOCK + num_experts
 
 
 def first_block(first_row: int, expert: int) -> int:
-    """Where the blocks of an expert begin, which has rows from `first_row` on.
+    """The first block of an expert whose rows begin at `first_row`.
 
-    It takes no sum over the experts before: they have at most so many blocks. What is between the
-    blocks of two experts is never read.
+    The experts before it have at most this many blocks, so no sum over them is needed. Blocks
+    between those of two experts are never read.
     """
     return first_row // BLOCK + expert
 
@@ -95,7 +95,7 @@ def first_block(first_row: int, expert: int) -> int:
 def empty_columns(
     num_blocks: int, num_features: int, device: torch.device, *, blocks: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Uninitialised data [B, K, 128] and scale_inv, whose rows are 16 bytes' multiples.
+    """Uninitialised data [B, K, 128] and scale_inv, whose row pitch is a multiple of 16 bytes.
 
     blocks: scale_inv is [B, ceil(K/128)], not [B, K].
     """
@@ -104,30 +104,6 @@ def empty_columns(
     pitch = round_up_to_tma(num_scales, torch.float32.itemsize)
     scale_inv = torch.empty((num_blocks, pitch), dtype=torch.float32, device=device)
     return data, scale_inv[:, :num_scales]
-
-
-def column_codes(
-    r: Record, name: str, num_blocks: int, num_features: int, *, blocks: bool = False
-) -> Codes:
-    """Buffers of a record with the layouts of `empty_columns`."""
-    shape = num_blocks, num_features, BLOCK
-    data = Tensor(shape, (num_features * BLOCK, BLOCK, 1), E4M3, r.buffer(name, math.prod(shape)))
-    num_scales = ceil_div(num_features, BLOCK) if blocks else num_features
-    pitch = round_up_to_tma(num_scales, torch.float32.itemsize)
-    at = r.buffer(f"{name}_scales", num_blocks * pitch * 4)
-    return Codes(data, Tensor((num_blocks, num_scales), (pitch, 1), torch.float32, at))
-
-
-def columns_kernels(
-    target: Target, dtype: torch.dtype, k: int, *, blocks: bool
-) -> Iterator[Kernel]:
-    """The kernels of `quantize_128x1` for rows of K features, at any addresses."""
-    for alignment in (_VECTOR_BYTES, dtype.itemsize):
-        r = Record(target, ("x",))
-        x = Tensor.contiguous("x", 1, k, dtype=dtype, alignment=alignment)
-        columns = column_codes(r, "columns", 1, k, blocks=blocks)
-        describe_columns(r, x, columns, 1, min_amax=MIN_AMAX, blocks=blocks)
-        yield from r.kernels
 
 
 def _allocate(inputs: ColumnsInputs, op: str = _OP) -> Quantized:
@@ -149,12 +125,12 @@ def _allocate(inputs: ColumnsInputs, op: str = _OP) -> Quantized:
 
 
 def _sizes(inputs: ColumnsInputs) -> tuple[int, int | None]:
-    """How many rows there are, and experts."""
+    """The number of rows and the number of experts; the latter is None without offsets."""
     rows = inputs.x if inputs.row_to_token is None else inputs.row_to_token
     return len(rows), None if inputs.expert_offsets is None else len(inputs.expert_offsets) - 1
 
 
-def _allocate_both(inputs: BothInputs) -> QuantizedBothWays:
+def _allocate_both(inputs: RowsAndColumnsInputs) -> QuantizedBothWays:
     """Check, then allocate; this is also the fake body."""
     x, columns = inputs.x, _allocate(inputs.columns, _BOTH)
     row_data = torch.empty(x.shape, dtype=E4M3, device=x.device)
@@ -183,21 +159,21 @@ def _body(inputs: ColumnsInputs) -> Quantized:
     return data, scale_inv
 
 
-def _body_both(inputs: BothInputs) -> QuantizedBothWays:
+def _body_both(inputs: RowsAndColumnsInputs) -> QuantizedBothWays:
     _allocate(inputs.columns, _BOTH)
     rows = numerics.quantize_1x128(inputs.x, inputs.ue8m0, inputs.min_amax)
     return *rows, *_body(inputs.columns)
 
 
 def launch_quantize_128x1(inputs: ColumnsInputs) -> Quantized:
-    """`quantize_128x1` on a Hopper GPU: one kernel on the current stream, which nothing awaits."""
+    """`quantize_128x1` on a Hopper GPU: one kernel on the current stream; nothing waits for it."""
     data, scale_inv = _allocate(inputs)
     _launch(inputs, data, scale_inv)
     return data, scale_inv
 
 
-def launch_quantize_1x128_and_128x1(inputs: BothInputs) -> QuantizedBothWays:
-    """`quantize_1x128_and_128x1` on a Hopper GPU; see the launcher above."""
+def launch_quantize_1x128_and_128x1(inputs: RowsAndColumnsInputs) -> QuantizedBothWays:
+    """`quantize_1x128_and_128x1` on a Hopper GPU, likewise by one kernel."""
     outputs = _allocate_both(inputs)
     row_data, row_scale_inv, data, scale_inv = outputs
     _launch(inputs.columns, data, scale_inv, (row_data, row_scale_inv))
@@ -257,41 +233,65 @@ quantize_128x1 = register_inputs(
     hopper=launch_quantize_128x1,
 )
 """`ColumnsInputs` -> (e4m3 [B, K, 128], fp32 [B, K]), with B = `num_column_blocks`; with `blocks`,
-the scales are fp32 [B, ceil(K/128)]. Their rows are multiples of 16 bytes apart.
+the scales are fp32 [B, ceil(K/128)]. The row pitch of scales is a multiple of 16 bytes.
 
-Rows behind an expert's last one are zeros up to the next multiple of 32; behind that, and in blocks
-that no expert has, nothing is defined. Raises TypeError, ValueError."""
+Rows after an expert's last one are zeros up to the next multiple of 32; later ones, and blocks of
+no expert, are undefined. Raises TypeError, ValueError."""
 
 quantize_1x128_and_128x1 = register_inputs(
     _BOTH,
-    BothInputs,
+    RowsAndColumnsInputs,
     "(Tensor, Tensor, Tensor, Tensor)",
     cpu=_body_both,
     fake=_allocate_both,
     hopper=launch_quantize_1x128_and_128x1,
 )
-"""`BothInputs` -> (e4m3 [T, K], fp32 [T, ceil(K/128)], e4m3 [B, K, 128], fp32 [B, K]): what
-`quantize_1x128` gives of x, then what `quantize_128x1` gives, bit for bit, with `blocks` as well.
-x is read once.
+"""`RowsAndColumnsInputs` -> (e4m3 [T, K], fp32 [T, ceil(K/128)], e4m3 [B, K, 128], fp32 [B, K]):
+the bits of `quantize_1x128`, then of `quantize_128x1` with `blocks`. x is read once.
 
-Rows that no expert has may have any codes and scales. Raises TypeError, ValueError."""
+Rows of no expert may get any codes and scales. Raises TypeError, ValueError."""
 
 
 # ---- The kernel ----
 
 _SOURCE = Path(__file__).with_name("columns.cu")
+_VECTOR_BYTES = 16  # bytes that a thread loads at once, if they are aligned
 _THREADS = 256
-_MAX_TILES = 2**31 - 2**10  # `Divisor` is right for these
+_MAX_TILES = 2**31 - 2**10  # `Divisor` takes n < 2**31
 _MAX_PITCH = 2**32  # in bytes: the kernel multiplies 32-bit numbers
+
+
+def column_codes(
+    r: Record, name: str, num_blocks: int, num_features: int, *, blocks: bool = False
+) -> Codes:
+    """Buffers of a record with the layouts of `empty_columns`."""
+    shape = num_blocks, num_features, BLOCK
+    data = Tensor(shape, (num_features * BLOCK, BLOCK, 1), E4M3, r.buffer(name, math.prod(shape)))
+    num_scales = ceil_div(num_features, BLOCK) if blocks else num_features
+    pitch = round_up_to_tma(num_scales, torch.float32.itemsize)
+    place = r.buffer(f"{name}_scales", num_blocks * pitch * 4)
+    return Codes(data, Tensor((num_blocks, num_scales), (pitch, 1), torch.float32, place))
 
 
 def kernel_of(
     dtype: torch.dtype, *, blocks: bool = False, with_rows: bool, vectorized: bool
 ) -> Kernel:
-    """blocks: 128 features share a scale. with_rows: codes along features are written, too.
+    """blocks: 128 features share a scale. with_rows: 1x128 codes of the rows are written, too.
     vectorized: eight elements are loaded at once."""
     flags = ", ".join(str(flag).lower() for flag in (blocks, with_rows, vectorized))
     return Kernel(_SOURCE, f"columns_kernel<{INPUTS[dtype]}, {flags}>")
+
+
+def columns_kernels(
+    target: Target, dtype: torch.dtype, k: int, *, blocks: bool
+) -> Iterator[Kernel]:
+    """The kernels of `quantize_128x1` for rows of K features, at any addresses."""
+    for alignment in (_VECTOR_BYTES, dtype.itemsize):
+        r = Record(target, ("x",))
+        x = Tensor.contiguous("x", 1, k, dtype=dtype, alignment=alignment)
+        columns = column_codes(r, "columns", 1, k, blocks=blocks)
+        describe_columns(r, x, columns, 1, min_amax=MIN_AMAX, blocks=blocks)
+        yield from r.kernels
 
 
 def readable(x: torch.Tensor) -> torch.Tensor:
@@ -315,16 +315,16 @@ def describe_columns(
     blocks: bool = False,
     programmatic: bool = False,
 ) -> None:
-    """One step that writes column codes of rows, and codes along features if they are wanted.
+    """One step that writes column codes of rows, and their 1x128 codes into `rows` if it is given.
 
     The next kernel may start before this one ends, as with `describe_transpose`.
 
     Args:
-        x: [T, K], as `readable` gives it.
+        x: [T, K], as `readable` returns it.
         columns: e4m3 [B, K, 128], contiguous, at a multiple of 16 bytes; fp32 [B, K], or with
             `blocks` [B, ceil(K/128)].
         num_rows: R, at least 1.
-        num_experts: E; None: all rows are of one.
+        num_experts: E; None: all rows belong to one expert.
         expert_offsets: int32 [E + 1]; None without experts.
         row_to_token: int32 [R]; None: row r is x[r].
         rows: e4m3 [R, K], contiguous; fp32 [R, ceil(K/128)], rows innermost.

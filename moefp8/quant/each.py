@@ -1,8 +1,8 @@
-"""Quantize weights at any addresses into a stack of E4M3 weights: what comes of a trainer.
+"""Quantize weights at any addresses into a stack of E4M3 weights, e.g. those that a trainer sends.
 
-M matrices [N, K] become some of the S matrices of a stack; they come one by one or as stacks
-[n, N, K]. In the transpose, `parts` of them are side by side: 2 for gate and up. Numerics are those
-of `numerics.py`.
+M matrices [N, K], given one by one or as stacks [n, N, K], become some of the S matrices of a
+stack. In W^T, `parts` of them are side by side: 2 for gate and up. Numerics are those of
+`numerics.py`. On a Hopper GPU each launch of `each.cu` takes up to 256 matrices, each CTA a tile.
 """
 
 from array import array
@@ -45,7 +45,7 @@ Places = Sequence[int]
 
 
 class Stack(NamedTuple):
-    """FP8 weights as matrices that are cut into blocks one by one.
+    """FP8 weights, each matrix with 128x128 blocks of its own.
 
     data: e4m3 [S, N, K], and scale_inv: fp32 [S, ceil(N/128), ceil(K/128)], both contiguous.
     transposed: W^T of data, e4m3 [S / parts, K, parts * width], N <= width <= N rounded up to 128;
@@ -76,7 +76,7 @@ def _check(stack: Stack, matrices: Matrices, places: Places) -> None:
 
 
 def _are_like(data: torch.Tensor, matrices: Sequence[torch.Tensor]) -> bool:
-    """Whether all are matrices that fit the stack: a few passes tell, each in C."""
+    """Whether all are matrices that fit the stack; a few passes in C find out."""
     return (
         set(map(_SHAPE, matrices)) == {data.shape[1:]}
         and set(map(_DEVICE, matrices)) == {data.device}
@@ -106,14 +106,14 @@ def _check_matrices(data: torch.Tensor, matrices: Sequence[torch.Tensor]) -> Non
             )
 
 
-def check_stack(checked: Stack) -> None:
-    """Raise TypeError or ValueError for a stack that is not as `Stack` says."""
-    data, scale_inv, transposed, parts = checked
+def check_stack(stack: Stack) -> None:
+    """Raise TypeError or ValueError unless the stack is as `Stack` says."""
+    data, scale_inv, transposed, parts = stack
     check_tensor(_OP, "data", data, (E4M3,), 3)
     check_tensor(_OP, "scale_inv", scale_inv, (torch.float32,), 3)
-    stack, n, k = data.shape
-    wanted = [stack, num_blocks(n), num_blocks(k)]
-    check_shape(_OP, "scale_inv", scale_inv, wanted, "[S, ceil(N/128), ceil(K/128)]")
+    size, n, k = data.shape
+    scale_shape = [size, num_blocks(n), num_blocks(k)]
+    check_shape(_OP, "scale_inv", scale_inv, scale_shape, "[S, ceil(N/128), ceil(K/128)]")
     check_same_device(_OP, data=data, scale_inv=scale_inv)
     for name, x in (("data", data), ("scale_inv", scale_inv)):
         if not x.is_contiguous():
@@ -121,10 +121,10 @@ def check_stack(checked: Stack) -> None:
                 f"{_OP}: {name} must be contiguous, got strides {list(x.stride())} for shape "
                 f"{list(x.shape)}"
             )
-    if stack > MAX_STACK:
-        raise ValueError(f"{_OP}: data must have at most {MAX_STACK} matrices, got {stack}")
-    if parts < 1 or stack % parts:
-        raise ValueError(f"{_OP}: parts must be at least 1 and divide S = {stack}, got {parts}")
+    if size > MAX_STACK:
+        raise ValueError(f"{_OP}: data must have at most {MAX_STACK} matrices, got {size}")
+    if parts < 1 or size % parts:
+        raise ValueError(f"{_OP}: parts must be at least 1 and divide S = {size}, got {parts}")
     if transposed is None:
         return
     check_tensor(_OP, "transposed", transposed, (E4M3,), 3)
@@ -132,9 +132,9 @@ def check_stack(checked: Stack) -> None:
     check_rows_contiguous(_OP, "transposed", transposed)
     *rows, columns = transposed.shape
     most = parts * round_up(n, BLOCK)
-    if rows != [stack // parts, k] or columns % parts or not parts * n <= columns <= most:
+    if rows != [size // parts, k] or columns % parts or not parts * n <= columns <= most:
         raise ValueError(
-            f"{_OP}: transposed must be {[stack // parts, k, 'columns']}, with columns a multiple "
+            f"{_OP}: transposed must be {[size // parts, k, 'columns']}, with columns a multiple "
             f"of parts = {parts} from {parts * n} to {most}, got {list(transposed.shape)}"
         )
 
@@ -154,7 +154,7 @@ def _body(stack: Stack, matrices: Matrices, places: Places) -> None:
 
 
 def _addresses(matrices: Sequence[torch.Tensor], num_matrices: int) -> list[int]:
-    """Where each matrix begins, also each of a stack."""
+    """The address of each matrix, also of each one in a stack."""
     if len(matrices) == num_matrices:
         return list(map(torch.Tensor.data_ptr, matrices))
     addresses: list[int] = []
@@ -183,7 +183,7 @@ def _launch_checked(stack: Stack, matrices: Matrices, places: Places) -> None:
     )
     all_addresses = _addresses(matrices, len(places))
     num_launches = -(-len(places) // MAX_MATRICES)
-    step = -(-len(places) // num_launches)  # launches of the same size share one that is prepared
+    step = -(-len(places) // num_launches)  # launches of one size share a prepared launch
     for first in range(0, len(places), step):
         addresses = all_addresses[first : first + step]
         words = words_of(places[first : first + step])
@@ -199,7 +199,7 @@ def _launch_checked(stack: Stack, matrices: Matrices, places: Places) -> None:
 
 
 def _prepare(stack: Stack, num_matrices: int, dtype: torch.dtype, *, vectorized: bool) -> Launch:
-    """The launch for so many matrices of a dtype.
+    """The launch for `num_matrices` matrices of a dtype.
 
     A call gives the addresses of data, scales, W^T (0 if there is none) and each matrix, then the
     words of `words_of`.
@@ -226,9 +226,8 @@ def _with_stack(body: Callable[[Stack, Matrices, Places], None]) -> Callable[...
     return lambda *arguments: body(Stack(*arguments[:4]), *arguments[4:])
 
 
-# Quantizes each of `matrices`, [N, K] or stacks [n, N, K], contiguous and of one dtype (bf16, fp16
-# or fp32), into the place of the stack that `places` tells for it. The stack is as in `Stack`.
-# Places differ.
+# Quantizes `matrices`, [N, K] or stacks [n, N, K], contiguous, of one dtype (bf16, fp16 or fp32):
+# matrix i becomes matrix places[i] of the stack, which is as in `Stack`. Places differ.
 quantize_128x128_each_into = register(
     f"{_OP}(Tensor(a!) data, Tensor(b!) scale_inv, Tensor(c!)? transposed, int parts, "
     "Tensor[] matrices, int[] places) -> ()",
@@ -239,9 +238,9 @@ quantize_128x128_each_into = register(
 
 
 def quantize_each(stack: Stack, matrices: Matrices, places: Places) -> None:
-    """`quantize_128x128_each_into` for a caller that has checked all that it checks.
+    """`quantize_128x128_each_into` without its checks, for a caller that has made them.
 
-    Where a kernel of ours runs, a matrix then takes a tenth of a microsecond of the host.
+    Where our kernel runs, each matrix costs the host a tenth of a microsecond.
     """
     if not any_watches() and current_driver().runs_our_kernels(stack.data.get_device()):
         _launch_checked(stack, matrices, places)
@@ -257,12 +256,12 @@ MAX_MATRICES = 256  # of one launch, since a kernel takes 4 KiB of arguments
 MAX_STACK = 1 << 16
 _SOURCE = Path(__file__).with_name("each.cu")
 _PLACES_PER_WORD = 4
-_VECTOR_BYTES = TMA_BYTES  # a thread loads as many at once, if they are aligned
+_VECTOR_BYTES = TMA_BYTES  # bytes that a thread loads at once, if they are aligned
 _VECTOR = 8  # elements of a load, and bytes of their codes
 _TILE = 128  # rows and columns of a tile
 _THREADS = 256
 _AMAX_BYTES = _THREADS // 32 * 4
-_MAX_TILES = 2**31 - 2**10  # `Divisor` is right for these, and columns past the last one count on
+_MAX_TILES = 2**31 - 2**10  # `Divisor` takes n < 2**31; threads count past the last column
 
 
 def words_of(places: Sequence[int]) -> tuple[int, ...]:
@@ -288,7 +287,7 @@ def each_kernels(
 ) -> Iterator[Kernel]:
     """The kernels for weights of K columns, at any addresses.
 
-    transposed: W^T may be kept, and be written with them.
+    transposed: the stack may also keep W^T.
     """
     outs = [None, Tensor.contiguous("transposed", 1, k, _TILE, dtype=E4M3)]
     for vectorized in (True, False) if k % _VECTOR == 0 else (False,):

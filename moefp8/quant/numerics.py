@@ -1,4 +1,4 @@
-"""How PyTorch quantizes to E4M3 with one FP32 scale per block, on any device.
+"""Quantization to E4M3 with one FP32 scale per block by PyTorch, on any device.
 
 `scale_inv = max(amax, min_amax) / 448` multiplies to dequantize (DeepSeek-V3, arXiv:2412.19437,
 section 3.3); `data = x / scale_inv` in E4M3, rounded to nearest even. With `ue8m0` the scale is
@@ -6,7 +6,7 @@ first rounded up to a power of two, so that no value overflows. NaN and Inf make
 NaN, and no other: a NaN makes its scale NaN, an Inf makes it Inf, which leaves the other elements
 zeros that keep their signs. The code of a NaN is 0x7f.
 
-`kernels/device/fp8.cuh` is the same for kernels.
+`kernels/device/fp8.cuh` does the same in kernels.
 """
 
 import math
@@ -29,7 +29,7 @@ from ..kernels.common.blocks import (
 def quantize_1x128(
     x: torch.Tensor, ue8m0: bool = False, min_amax: float = MIN_AMAX
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [..., K] -> e4m3 [..., K], and fp32 [..., ceil(K/128)] as `empty_tma_aligned` says."""
+    """x [..., K] -> e4m3 [..., K], and fp32 [..., ceil(K/128)] as `empty_tma_aligned` makes it."""
     *rows, k = x.shape
     padded = zero_padded(x.float(), len(rows))
     blocks = rearrange(padded, "... (k_blocks block) -> ... k_blocks block", block=BLOCK)
@@ -79,9 +79,9 @@ Slices = tuple[slice, slice]
 def tiles_128x128(w: torch.Tensor) -> Iterator[tuple[Slices, Slices]]:
     """Cut w [N, K] along blocks into tiles whose FP32 copies are small.
 
-    Yields a tile's rows and columns, and those of its blocks. On a CPU, copies of 2 MiB stay in its
-    cache: [14336, 4096] in BF16 is quantized in 70 ms, and as a whole in 387 (Xeon, one thread;
-    copies of 1 MiB: 87, of 4 MiB: 74). On a GPU each tile is some ten launches.
+    Yields each tile's slices of elements and of blocks. On a CPU, copies of 2 MiB stay in the
+    cache: quantizing [14336, 4096] in BF16 takes 70 ms, without tiles 387 ms (Xeon, one thread;
+    copies of 1 MiB: 87, of 4 MiB: 74). On a GPU each tile takes some ten launches.
     """
     num_rows, num_columns = map(num_blocks, w.shape)
     most = 32 if w.device.type == "cpu" else 1024
@@ -114,6 +114,6 @@ def _scale_from_amax(amax: torch.Tensor, ue8m0: bool, min_amax: float = MIN_AMAX
 
 
 def _to_e4m3(scaled: torch.Tensor) -> torch.Tensor:
-    # Before torch 2.12 the cast does not saturate: 448.01 may become NaN. The sign of a NaN, which
-    # the cast keeps, depends on the processor and on where in its vectors the element lies.
+    # Before torch 2.12 the cast does not saturate: 448.01 may become NaN. It keeps the sign of a
+    # NaN, which depends on the processor and on the element's position in a vector register.
     return scaled.clamp_(-E4M3_MAX, E4M3_MAX).nan_to_num_(nan=math.nan).to(E4M3)

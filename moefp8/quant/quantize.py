@@ -1,6 +1,6 @@
-"""Quantize to E4M3 with one FP32 scale per 1x128 or 128x128 block: the ops, a body per device.
+"""Quantize to E4M3 with one FP32 scale per 1x128 or 128x128 block: the ops and their kernels.
 
-The numerics are those of `numerics.py`.
+Numerics are those of `numerics.py`; the kernels for Hopper GPUs are in `quantize.cu`.
 """
 
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ Quantized = tuple[torch.Tensor, torch.Tensor]  # data, scale_inv
 
 
 class Cut(NamedTuple):
-    """How a kernel is cut: `lanes` threads hold `rows` rows of a block, a CTA has `threads`."""
+    """How a kernel is cut: `lanes` threads hold `rows` rows of a block; a CTA has `threads`."""
 
     rows: int
     lanes: int
@@ -81,13 +81,13 @@ def launch_quantize_1x128(
 ) -> Quantized:
     """`quantize_1x128` on a Hopper GPU: one kernel on the current stream; nothing waits for it.
 
-    cut: taken instead of what `cut_1x128` chooses.
+    cut: overrides the choice of `cut_1x128`.
     """
     return launch_quantize(x, *_allocate_1x128(x, ue8m0), ue8m0, cut, min_amax)
 
 
 def launch_quantize_128x128(w: torch.Tensor, ue8m0: bool) -> Quantized:
-    """`quantize_128x128` on a Hopper GPU, all matrices by one kernel; see the launcher above."""
+    """`quantize_128x128` on a Hopper GPU: likewise, one kernel for all matrices."""
     return launch_quantize(w, *_allocate_128x128(w, ue8m0), ue8m0, BLOCK_ROWS)
 
 
@@ -103,8 +103,8 @@ quantize_gradient_1x128 = register(
     lambda grad: _allocate_1x128(grad, False),
     lambda grad: launch_quantize_1x128(grad, False, MIN_GRADIENT_AMAX),
 )
-"""`quantize_1x128` with `MIN_GRADIENT_AMAX`, for gradients that are traced: with dynamic shapes, a
-float that Dynamo of torch 2.8 finds there takes the place of another argument."""
+"""`quantize_1x128` with `MIN_GRADIENT_AMAX`, for traced gradients: with dynamic shapes, Dynamo of
+torch 2.8 would pass that float in place of another argument."""
 
 quantize_128x128 = register(
     "quantize_128x128(Tensor w, bool ue8m0) -> (Tensor, Tensor)",
@@ -117,13 +117,12 @@ quantize_128x128 = register(
 # ---- The kernels ----
 
 _SOURCE = Path(__file__).with_name("quantize.cu")
-_VECTOR_BYTES = TMA_BYTES  # a thread loads as many at once, if they are aligned
-_MAX_TILES = 2**31 - 2**10  # `Divisor` is right for these and for the idle threads behind them
-
+_VECTOR_BYTES = TMA_BYTES  # bytes that a thread loads at once, if they are aligned
+_MAX_TILES = 2**31 - 2**10  # `Divisor` takes n < 2**31; idle threads count past the last tile
 
 _FEW_ROWS = Cut(1, 16, 128)  # a thread has few elements, so that many SMs work
-# It takes 9.5 instructions for a BF16 element, and `_FEW_ROWS` 20 (SASS): an H200 issues 20 while
-# the bytes of an element move. Each thread has 128 B in flight.
+# `_MANY_ROWS` takes 9.5 instructions for a BF16 element, `_FEW_ROWS` 20 (SASS). An H200 issues 20
+# while it moves the element's bytes. Each thread has 128 B in flight.
 _MANY_ROWS = Cut(4, 8, 128)
 BLOCK_ROWS = Cut(128, 256, 256)  # 128x128: a CTA holds a block
 _THREADS_PER_SM = 2048
@@ -139,7 +138,7 @@ def cut_1x128(num_rows: int, num_k_blocks: int, num_sms: int) -> Cut:
 
 
 def most_few_rows(num_k_blocks: int, num_sms: int) -> int:
-    """So many rows at most have `_FEW_ROWS`."""
+    """The largest number of rows that gets `_FEW_ROWS`."""
     return num_sms * _THREADS_PER_SM // (num_k_blocks * _FEW_ROWS.lanes)
 
 

@@ -1,7 +1,8 @@
-"""Transpose E4M3 weights for the GEMM of the gradient: dX = dY W wants W^T with N contiguous.
+"""Transpose E4M3 weights for the GEMM of the gradient: dX = dY W reads W^T with N contiguous.
 
-Their 128x128 blocks stay blocks, so the scales of the result are the view `scale_inv.mT`, and only
-codes move. E matrices of N rows of K codes, in parts of n = N / parts rows.
+Each 128x128 block stays a block, so only codes move: the scales of W^T are the view `scale_inv.mT`.
+E matrices [N, K] in parts of n = N / parts rows. On a Hopper GPU `transpose.cu` does it; each CTA
+has a tile of 128x128.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,7 +31,7 @@ _OP = "transpose_codes"
 
 
 class TransposeInputs(NamedTuple):
-    """What `transpose_codes_into` takes."""
+    """The arguments of `transpose_codes_into`; see there."""
 
     w: torch.Tensor
     parts: int
@@ -69,12 +70,12 @@ def _body(inputs: TransposeInputs) -> None:
 
 
 def copy_transposed(w: torch.Tensor, parts: int, out: torch.Tensor) -> None:
-    """What `transpose_codes_into` does, by PyTorch's operations."""
+    """`transpose_codes_into` by PyTorch's operations."""
     n, width = w.shape[-2] // parts, out.shape[-1] // parts
     # Bytes, since FP8 has few ops of its own.
-    of_parts = w.view(torch.uint8).unflatten(-2, (parts, n))
+    source = w.view(torch.uint8).unflatten(-2, (parts, n))
     target = out.view(torch.uint8).unflatten(-1, (parts, width)).transpose(-2, -3)
-    target[..., :n].copy_(of_parts.mT)
+    target[..., :n].copy_(source.mT)
     target[..., n:].zero_()
 
 
@@ -98,7 +99,7 @@ def _launch(inputs: TransposeInputs) -> None:
 
 
 # Writes `w` transposed into out [..., K, parts * width]: row i of part p becomes column
-# p * width + i, and the columns behind the n of a part become zeros.
+# p * width + i, and the columns after the n of a part become zeros.
 transpose_codes_into = register_inputs(
     "transpose_codes_into", TransposeInputs, "()", cpu=_body, fake=_check, hopper=_launch
 )
@@ -109,13 +110,13 @@ def transpose_codes(w: torch.Tensor, parts: int = 1) -> torch.Tensor:
 
     Args:
         w: e4m3 [N, K] or [E, N, K]; columns contiguous, rows and matrices at any pitch.
-        parts: N is cut into as many equal parts of n rows, e.g. 2 for gate and up. If there are
+        parts: N is cut into this many equal parts of n rows, e.g. 2 for gate and up. If there are
             several, each begins at a whole block of the result: row i of part p becomes column
             p * round_up(n, 128) + i, and the columns between parts are zeros.
 
     Returns:
-        e4m3 [..., K, N'], with N' = N, or parts * round_up(n, 128) of several parts. Rows lie a
-        multiple of 16 bytes apart, and the bytes between them are zeros.
+        e4m3 [..., K, N'], with N' = N, or parts * round_up(n, 128) of several parts. The row pitch
+        is a multiple of 16 bytes, and the bytes between rows are zeros.
 
     Raises:
         TypeError, ValueError: naming the argument, the rule and what came.
@@ -129,12 +130,12 @@ def transpose_codes(w: torch.Tensor, parts: int = 1) -> torch.Tensor:
 
 
 def empty_transposed(w: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """Uninitialised memory [..., K, columns] in which rows lie as those of `transpose_codes`."""
+    """Uninitialised memory [..., K, columns] with the row pitch of `transpose_codes`."""
     return _empty_rows(w, shape)[..., : shape[-1]]
 
 
 def _empty_rows(w: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """The same with what lies between rows."""
+    """Uninitialised memory as of `empty_transposed`, with the padding after each row."""
     *rows, columns = shape
     return w.new_empty(*rows, round_up_to_tma(columns, w.element_size()))
 
@@ -142,11 +143,11 @@ def _empty_rows(w: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 # ---- The kernel ----
 
 _SOURCE = Path(__file__).with_name("transpose.cu")
-_VECTOR_BYTES = TMA_BYTES  # a thread moves as many at once, if they are aligned
+_VECTOR_BYTES = TMA_BYTES  # bytes that a thread moves at once, if they are aligned
 _TILE = 128  # rows and columns of a tile
 _THREADS = 256
 _SHARED_BYTES = _TILE * _TILE
-_MAX_TILES = 2**31 - 2**10  # `Divisor` is right for these, and columns past the last one count on
+_MAX_TILES = 2**31 - 2**10  # `Divisor` takes n < 2**31; threads count past the last column
 
 
 def kernel_of(*, vectorized: bool) -> Kernel:
@@ -168,8 +169,8 @@ def describe_transpose(
 ) -> None:
     """One step: row i of part p of w becomes column p * width + i of out.
 
-    The next kernel may start before this one ends. If that is a GEMM launched as programmatic, it
-    takes its weights for older than this kernel, so what is written here must not be these weights.
+    The next kernel may start before this one ends. A programmatic GEMM reads its weights before it
+    waits for this kernel, so `out` must not be its weights.
 
     Args:
         w: [N, K] or [E, N, K], one byte each, columns contiguous.
@@ -221,7 +222,7 @@ def describe_transpose(
 
 
 def pitches_of(x: Tensor) -> tuple[int, int]:
-    """Bytes from one matrix to the next, and from one row; 0 where there is but one."""
+    """The bytes from one matrix to the next, and from one row to the next; 0 if there is one."""
     if x.ndim == 2:
         x = x.batched()
     matrix, row = (x.bytes_of_stride(i) if x.shape[i] > 1 else 0 for i in (0, 1))

@@ -1,6 +1,6 @@
-"""Sum the rows of every token, each times its weight. T tokens, k choices, R rows, H hidden.
+"""Sum the rows of each token, each times its weight. T tokens, k choices, R rows, H hidden size.
 
-`GroupedExperts` ends with `combine.cu` on a Hopper GPU and with `combine_rows` elsewhere, too.
+A Hopper GPU runs the kernel of `combine.cu`; elsewhere `combine_rows` runs, made of PyTorch's ops.
 """
 
 from collections.abc import Iterator
@@ -50,7 +50,7 @@ def sum_rows(
     """`combine` of rows [R, H] by the map of a plan."""
     inputs = rows, token_to_row, top_k_weights
     if is_transformed():
-        return _body(CombineInputs(*inputs))  # it is made of operations that transforms know
+        return _body(CombineInputs(*inputs))  # made of operations that transforms know
     if torch.is_grad_enabled() and (rows.requires_grad or top_k_weights.requires_grad):
         return _Combine.apply(*inputs)
     return _combine(*inputs)
@@ -62,7 +62,7 @@ def is_transformed() -> bool:
 
 
 def first_choices(token_to_row: torch.Tensor) -> torch.Tensor:
-    """fp32 [T, k]: 1 for the first choice of each row; others share it, or have none."""
+    """fp32 [T, k]: 1 for the first choice of each row, 0 for later ones and those without a row."""
     same = token_to_row[:, :, None] == token_to_row[:, None, :]
     position = torch.arange(token_to_row.shape[1], device=token_to_row.device)
     return ((same.int().argmax(-1) == position) & (token_to_row >= 0)).float()
@@ -74,7 +74,7 @@ def combine_rows(
     top_k_weights: torch.Tensor,
     addend: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The numerics, in PyTorch: rows [R, H], int32 token_to_row [T, k], where -1 is no row.
+    """The numerics in PyTorch, of rows [R, H] by int32 token_to_row [T, k], where -1 is no row.
 
     addend: [T, H], added to the rounded sum, as an addition of the two tensors would.
     """
@@ -97,29 +97,29 @@ class _Combine(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Where token_to_row[t, j] == r, rows[r] gets weights[t, j] * grad[t] from t and j.
+        """The gradient of rows[r] sums weights[t, j] * grad[t] where token_to_row[t, j] == r.
 
-        The gradient of weights[t, j] is rows[r] . grad[t].
+        That of weights[t, j] is rows[r] . grad[t].
         """
         rows, token_to_row, weights = ctx.saved_tensors
         grad = grads[0].float()
-        of_rows = torch.zeros(rows.shape, dtype=torch.float32, device=rows.device)
-        of_weights = torch.zeros_like(weights)
+        grad_rows = torch.zeros(rows.shape, dtype=torch.float32, device=rows.device)
+        grad_weights = torch.zeros_like(weights)
         for choice in range(token_to_row.shape[1]):
             row, is_here = token_to_row[:, choice], token_to_row[:, choice, None] >= 0
             at = row.clamp(min=0)
             term = weights[:, choice, None].float() * grad
-            of_rows.index_add_(0, at, term.masked_fill(~is_here, 0.0))
+            grad_rows.index_add_(0, at, term.masked_fill(~is_here, 0.0))
             product = (rows.index_select(0, at).float() * grad).masked_fill(~is_here, 0.0)
-            of_weights[:, choice] = product.sum(dim=-1)
-        return of_rows.to(rows.dtype), None, of_weights
+            grad_weights[:, choice] = product.sum(dim=-1)
+        return grad_rows.to(rows.dtype), None, grad_weights
 
 
 # ---- The op ----
 
 
 class CombineInputs(NamedTuple):
-    """What the op takes: rows [R, H], token_to_row int32 [T, k], top_k_weights [T, k]."""
+    """The arguments of the op: rows [R, H], token_to_row int32 [T, k], top_k_weights [T, k]."""
 
     rows: torch.Tensor
     token_to_row: torch.Tensor
@@ -141,7 +141,7 @@ def _body(inputs: CombineInputs) -> torch.Tensor:
 
 
 def _has_kernel(rows: torch.Tensor, token_to_row: torch.Tensor, *_: object) -> bool:
-    """Whether `combine.cu` takes them: aligned rows of BF16, none of which ends amid 16 bytes."""
+    """Whether `combine.cu` takes them: aligned rows of BF16, each a multiple of 16 bytes long."""
     aligned = (rows.data_ptr() | rows.stride(0) * 2) % 16 == 0 and rows.stride(1) == 1
     whole = rows.numel() > 0 and rows.shape[1] % 8 == 0 and rows.stride(0) >= rows.shape[1]
     in_order = token_to_row.dtype == torch.int32 and token_to_row.is_contiguous()
@@ -182,13 +182,13 @@ _combine = register_inputs(
 # ---- The kernel ----
 
 _SOURCE = Path(__file__).with_name("combine.cu")
-MOST_AT_ONCE, _FEW_AT_ONCE = 8, 2
-_COLUMNS = 8  # a thread owns as many: 16 B of BF16
-_MAX_UNITS = 2**31 - 2**10  # `Divisor` is right for these and for the idle threads behind them
+MOST_AT_ONCE, _FEW_AT_ONCE = 8, 2  # choices of a token whose rows are loaded together
+_COLUMNS = 8  # that a thread owns: 16 B of BF16
+_MAX_UNITS = 2**31 - 2**10  # `Divisor` takes n < 2**31; idle threads count past the last unit
 
 
 def threads_of(num_units: int, num_sms: int) -> int:
-    """How many a CTA has: few where there are few units, so that many SMs work."""
+    """Threads of a CTA: few if there are few units, so that many SMs work."""
     return next((n for n in (256, 128, 64) if num_units >= n * num_sms), 32)
 
 
@@ -197,7 +197,7 @@ def combine_kernel_of(
 ) -> Kernel:
     """vectorized: eight elements of the result can be stored at once, and of the addend loaded.
 
-    at_once: choices whose rows are loaded together, as many for all tokens.
+    at_once: how many choices of a token have their rows loaded together.
     """
     more = "" if at_once == MOST_AT_ONCE else f", {at_once}"
     flag = str(vectorized).lower()
@@ -205,14 +205,14 @@ def combine_kernel_of(
 
 
 def at_once_of(top_k: int) -> int:
-    """As many as there are, if few: else a token loads the row of its last choice again."""
+    """`at_once` for top_k choices; if it exceeds them, the last choice's row is loaded again."""
     return _FEW_AT_ONCE if top_k <= _FEW_AT_ONCE else MOST_AT_ONCE
 
 
 def combine_kernels(
     target: Target, dtype: torch.dtype, top_k: int, hidden_size: int
 ) -> Iterator[Kernel]:
-    """The kernel of a combine alone, whose result is aligned; dtype: of the weights."""
+    """The kernel of `combine` where the result is aligned; dtype: of the weights."""
     r = Record(target, ("y", "token_to_row", "weights", "out"))
     y, out = (Tensor.contiguous(name, 1, hidden_size) for name in ("y", "out"))
     weights = Tensor.contiguous("weights", 1, top_k, dtype=dtype)
@@ -234,17 +234,17 @@ def describe_combine(
 ) -> None:
     """One step: `out[t] = sum over j of weights[t, j] * y[token_to_row[t, j]]`.
 
-    All but `y` is read early, where it is older than the step before.
+    It reads all but `y` early, so these must be older than the step before.
 
     Args:
-        y: bf16 [..., R, H], at a multiple of 16 bytes, in rows of whole 16 bytes. What follows the
-            end of a row, up to its next multiple of 16 bytes, is read too.
+        y: bf16 [..., R, H], at a multiple of 16 bytes, in rows of whole 16 bytes. The bytes after
+            the end of a row, up to the next multiple of 16, are read too.
         token_to_row: int32 [T, k], contiguous; a negative row counts as zeros (row 0 is read).
         weights: [T, k].
         out: bf16 [T, H], contiguous; T and H at least 1.
-        addend: bf16 [T, H], contiguous, which is added to the sum once that is rounded to BF16.
-        programmatic: it may start before the stream's previous kernel ends, and all that it reads
-            early is older than that kernel.
+        addend: bf16 [T, H], contiguous, which is added to the sum after its rounding to BF16.
+        programmatic: it may start before the stream's previous kernel ends; all that it reads
+            early must be older than that kernel.
         at_once: as in `combine_kernel_of`.
 
     Raises:

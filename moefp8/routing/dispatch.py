@@ -1,7 +1,7 @@
-"""Copy every token to the rows of its experts. T tokens, E experts, R rows of the layout.
+"""Copy every token to the rows of its experts. T tokens, k choices, E experts, R rows, H hidden.
 
-`GroupedExperts` quantizes each token on the way, and a Hopper GPU does that and the plan in one
-kernel: see `describe_dispatch`.
+`GroupedExperts` also quantizes each token on the way. On a Hopper GPU `dispatch.cu` plans,
+quantizes and copies, most often in one kernel: see `describe_dispatch`.
 """
 
 from pathlib import Path
@@ -61,7 +61,7 @@ def dispatch(x: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
 
 def dispatch_rows(x: torch.Tensor, row_to_token: torch.Tensor) -> torch.Tensor:
     """[R, ...]: row r is x[row_to_token[r]], or zeros where that is -1."""
-    if len(x) == 0:  # in the masked layout there may be rows all the same
+    if len(x) == 0:  # the masked layout may still have rows
         return x.new_zeros(len(row_to_token), *x.shape[1:])
     values = x.view(torch.uint8) if x.dtype.itemsize == 1 else x  # FP8 has few ops of its own
     rows = values.index_select(0, row_to_token.clamp(min=0))
@@ -70,7 +70,7 @@ def dispatch_rows(x: torch.Tensor, row_to_token: torch.Tensor) -> torch.Tensor:
 
 
 class _Dispatch(torch.autograd.Function):
-    """PyTorch would add up a token's rows in its own dtype, and on a GPU in any order."""
+    """PyTorch's own gradient would sum a token's rows in their dtype, and on a GPU in any order."""
 
     @staticmethod
     def forward(
@@ -83,30 +83,30 @@ class _Dispatch(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (token_to_row,) = ctx.saved_tensors
         rows = grad.unsqueeze(-1).flatten(1)
-        of_tokens = sum_rows(rows, token_to_row, first_choices(token_to_row))
-        return of_tokens.view(len(token_to_row), *grad.shape[1:]), None, None
+        grad_tokens = sum_rows(rows, token_to_row, first_choices(token_to_row))
+        return grad_tokens.view(len(token_to_row), *grad.shape[1:]), None, None
 
 
 # ---- The kernels ----
 
 _OP = "dispatch"
-# What kernels take, and their names for it in dispatch.cu.
+# The dtypes that kernels take, and how dispatch.cu names them.
 SHARES = {**{dtype: f"Floats<{name}>" for dtype, name in INPUTS.items()}, E4M3: "Codes"}
 _SOURCE = Path(__file__).with_name("dispatch.cu")
-_LANES = 8  # so many threads hold a block of 128 elements
+_LANES = 8  # threads that hold a block of 128 elements
 _COUNT_THREADS = 128
-_MANY_CHOICES = 2**13  # more are counted faster by a kernel of its own than by each CTA
+_MANY_CHOICES = 2**13  # a kernel of its own counts more than these faster than each CTA does
 _MIN_BLOCKS = 8  # a CTA with fewer k-blocks would plan more than it quantizes
-_FEW_CHOICES = WARP  # a warp holds so many, and needs no counts
+_FEW_CHOICES = WARP  # a warp holds all of them, and needs no counts
 _FEW_THREADS = 128
 
 
 class Cut(NamedTuple):
     """How the kernels are cut.
 
-    A CTA has `threads`, and owns `k_blocks` of each of the `tokens` of a chunk. It works on `group`
-    of these k-blocks of all its tokens before the next ones. `is_counted`: a kernel before it
-    counts the choices of each chunk.
+    A CTA has `threads` threads, and owns `k_blocks` k-blocks of each of the `tokens` tokens of a
+    chunk. It works on `group` k-blocks of all these tokens at a time. `is_counted`: a kernel before
+    it counts the choices of each chunk.
     """
 
     tokens: int
@@ -119,7 +119,7 @@ class Cut(NamedTuple):
 def cut_dispatch(
     num_tokens: int, top_k: int, num_experts: int, num_k_blocks: int, num_sms: int
 ) -> Cut:
-    """The cut into about one CTA for each SM, which has a chunk, or part of a small one."""
+    """The cut into about one CTA for each SM; a CTA has a chunk, or a part of a small chunk."""
     chunk = tokens_of_chunk(num_tokens, top_k, num_sms)
     parts = min(num_sms // ceil_div(num_tokens, chunk), num_k_blocks // _MIN_BLOCKS)
     k_blocks = ceil_div(num_k_blocks, max(1, parts))
@@ -137,7 +137,7 @@ def _is_counted(num_choices: int, num_experts: int) -> bool:
 
 
 def is_few(num_choices: int, *, masked: bool) -> bool:
-    """Whether `dispatch_few_kernel` takes so many."""
+    """Whether `dispatch_few_kernel` takes this many choices."""
     return num_choices <= _FEW_CHOICES and not masked
 
 
@@ -148,7 +148,7 @@ def few_kernel_of(dtype: torch.dtype, *, vectorized: bool) -> Kernel:
 def dispatch_kernel_of(
     dtype: torch.dtype, *, vectorized: bool, masked: bool, is_counted: bool
 ) -> Kernel:
-    """vectorized: elements lie such that eight can be loaded at once, or 16 codes."""
+    """vectorized: the layout of x lets a thread load eight elements at once, or 16 codes."""
     flags = ", ".join(str(flag).lower() for flag in (vectorized, masked, is_counted))
     return Kernel(_SOURCE, f"dispatch_kernel<{SHARES[dtype]}, {flags}>")
 
@@ -158,26 +158,26 @@ def count_kernel_of(*, masked: bool) -> Kernel:
 
 
 def _columns_at_once(dtype: torch.dtype) -> int:
-    """What H is a multiple of where kernels are vectorized.
+    """Kernels are vectorized only if H is a multiple of this.
 
-    A thread loads its 16 codes at once. If only the pitch of rows were a multiple of 16, that would
-    end behind the last row, where x may end.
+    A thread loads its 16 codes at once. If only the pitch of rows were a multiple of 16, the last
+    load of the last row could read past the end of x.
     """
     return 16 if dtype == E4M3 else 8
 
 
 def most_count_bytes(num_tokens: int, top_k: int, num_experts: int) -> int:
-    """How much memory a dispatch takes for counts, on a GPU of up to 256 SMs."""
+    """How many bytes a dispatch takes for counts, at most, on a GPU of up to 256 SMs."""
     num_places = num_tokens * round_up(top_k, 4)
     num_chunks = min(num_tokens, max(256, ceil_div(2 * num_places, MAX_CHOICES)))
     return num_chunks * num_slots_of(num_experts) * 2
 
 
 class Dispatched(NamedTuple):
-    """What a dispatch leaves for the steps after it.
+    """The results of a dispatch, besides rows, for the steps after it.
 
     maps: int32 expert_offsets [E + 1], tokens_per_expert [E] and token_to_row [T, k].
-    tile_counters: int32 [2], zeros, which the GEMMs after it may count by.
+    tile_counters: int32 [2], zeros, which the GEMMs after it may use to count tiles.
     """
 
     maps: MapPlaces
@@ -197,17 +197,17 @@ def describe_dispatch(
     maps: MapPlaces | None = None,
     min_amax: float = MIN_AMAX,
 ) -> Dispatched:
-    """Quantize every token once, as `quantize_1x128` does, into its rows, and plan these.
+    """Plan the rows, quantize every token once, as `quantize_1x128` does, and copy it to its rows.
 
-    Where x is e4m3, its codes and scales are copied as they are. That is one step, or two for many
-    tokens: the first counts choices. Each waits for the step before it.
+    Where x is e4m3, its codes and scales are copied as they are. This is one step, or for many
+    tokens two, of which the first counts choices. Each waits for the step before it.
 
     Args:
         x: [T, H]; T and H at least 1, columns contiguous.
-        ids: [T, k], int32 or int64; one of no expert here has no row.
-        rows: e4m3 [1, R, H], or if is_masked [E, R, H] with R >= T, in rows of whole 16 bytes. What
-            follows the end of a row, up to its next multiple of 16, may be written too. There are
-            fewer than 2**31 scales.
+        ids: [T, k], int32 or int64; an id of no expert here has no row.
+        rows: e4m3 [1, R, H], or if is_masked [E, R, H] with R >= T, in rows of whole 16 bytes. The
+            bytes after the end of a row, up to the next multiple of 16, may be written too. There
+            are fewer than 2**31 scales.
         x_scale_inv: fp32 [T, ceil(H/128)], the scales of an e4m3 `x`; None for others.
         expert_offset: the id of the first of the E experts.
         is_masked: each expert has a matrix of rows; else the rows of all follow one another.

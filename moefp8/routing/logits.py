@@ -10,10 +10,10 @@ from .top_k_launch import MAX_EXPERTS
 
 
 def exact_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """fp32 [T, E] by a product in FP64, which no switch of FP32 matmuls reaches."""
+    """fp32 [T, E] by a product in FP64, which no setting of FP32 matmuls changes."""
     return F.linear(x.double(), weight.double()).float()
 
 
 def route_takes(x: torch.Tensor, weight: torch.Tensor, *_: Any) -> bool:
-    """Whether there are kernels; for other arguments the bodies run, without a warning."""
+    """Whether `route` has kernels for them; for other arguments PyTorch runs, without a warning."""
     return logits_launch.takes(x, weight) and 0 < len(weight) <= MAX_EXPERTS

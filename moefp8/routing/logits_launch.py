@@ -1,6 +1,6 @@
 """Describe `logits.cu`: the router's logits on a Hopper GPU, as sums that `top_k.cuh` adds up.
 
-T tokens, E experts, H hidden.
+T tokens, E experts, H hidden size.
 """
 
 from pathlib import Path
@@ -21,7 +21,7 @@ MAX_SUMS_BYTES = 1 << 30
 
 
 class Tile(NamedTuple):
-    """What a CTA sums up at a time: tokens x experts x chunks of H."""
+    """The sums that a CTA computes at a time: tokens x experts x chunks of H."""
 
     tokens: int
     experts: int
@@ -64,17 +64,17 @@ def choose_tile(num_tokens: int, num_experts: int, hidden_size: int, num_sms: in
     """
 
     def microseconds(tile: Tile) -> float:
-        of_sm = ceil_div(tile.num_items(num_tokens, num_experts, hidden_size), num_sms)
+        items_of_sm = ceil_div(tile.num_items(num_tokens, num_experts, hidden_size), num_sms)
         sums = 4 * tile.num_parts(hidden_size) * num_tokens * num_experts / 3e6
         if tile.experts == 64:
-            return sums + of_sm * (1.15 + 0.0175 * tile.tokens)
-        return sums + of_sm * (7.9 + 0.088 * tile.tokens) + 3.5
+            return sums + items_of_sm * (1.15 + 0.0175 * tile.tokens)
+        return sums + items_of_sm * (7.9 + 0.088 * tile.tokens) + 3.5
 
     return min(TILES, key=microseconds)
 
 
 def takes(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether the kernel can multiply them, or copies that TMA can address."""
+    """Whether the kernel can multiply them, or copies of them that TMA can address."""
     return (
         x.dtype == torch.bfloat16
         and weight.dtype == torch.float32
@@ -84,7 +84,7 @@ def takes(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def most_tokens(num_experts: int, hidden_size: int) -> int:
-    """How many tokens have sums of at most `MAX_SUMS_BYTES`, at least one, whatever the tile."""
+    """The most tokens whose sums take up to `MAX_SUMS_BYTES` with any tile; at least 1."""
     return MAX_SUMS_BYTES // (4 * num_experts * ceil_div(hidden_size, _CHUNK)) or 1
 
 
@@ -93,7 +93,7 @@ def kernel_of(tile: Tile) -> Kernel:
 
 
 class Sums(NamedTuple):
-    """Logits [T, E] as sums of parts, fp32 [parts, T, E]: those of a group are added up first.
+    """Logits [T, E] as partial sums, fp32 [parts, T, E]; the parts of a group are added up first.
 
     shape: (T, E).
     """

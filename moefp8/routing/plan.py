@@ -1,8 +1,9 @@
-"""Which row of which expert each choice of the router gets.
+"""The routing plan: which row of which expert each choice of the router gets.
 
-T tokens, k choices each, E experts, R rows. Maps read from_to; -1 is padding. Every expert owns one
-segment of rows; within it, rows keep the order of the tokens. All shapes follow from T, k and E, so
-nothing has to be read back from the device.
+T tokens, k choices each, E experts, R rows. Maps are named from_to; -1 is padding. Every expert
+owns one segment of rows; within it, rows keep the order of the tokens. All shapes follow from T, k
+and E, so nothing has to be read back from the device. On a Hopper GPU one kernel, `plan.cu`, makes
+the maps; each CTA has a chunk of the tokens.
 """
 
 from collections.abc import Iterator
@@ -35,7 +36,7 @@ Layout = Literal["contiguous", "masked"]
 
 @dataclass(frozen=True)
 class RoutingPlan:
-    """Where every choice of the router lives in the expert layout.
+    """The row of every choice of the router in the expert layout.
 
     Contiguous: the R rows of all experts follow one another. Masked: every expert has `max_m`
     rows, so R = E * max_m.
@@ -110,7 +111,6 @@ def build_plan(
 
 # ---- The op ----
 
-
 OP = "build_plan"
 
 
@@ -125,7 +125,7 @@ class Maps(NamedTuple):
 
 
 class PlanInputs(NamedTuple):
-    """What the op takes: see `routing.build_plan`. max_m: None in the contiguous layout."""
+    """The arguments of the op: see `routing.build_plan`. max_m: None in the contiguous layout."""
 
     top_k_index: torch.Tensor
     num_experts: int
@@ -229,17 +229,17 @@ _build_plan = register_inputs(
 
 _SOURCE = Path(__file__).with_name("plan.cu")
 WARP = 32
-_SLOTS = 128  # a warp reads the counts of as many experts at once
+_SLOTS = 128  # experts whose counts a warp reads at once
 MAX_THREADS = 1024
 _MIN_THREADS = 128
-_FEW_CHOICES = 512  # each has a thread that counts it; up to twice as many need no more threads
-MAX_CHOICES = 2**13  # a chunk has no more, k rounded up to 4: at most 64 KiB of shared memory
+_FEW_CHOICES = 512  # a thread counts each; up to twice as many need no more threads
+MAX_CHOICES = 2**13  # of a chunk, with k rounded up to 4: at most 64 KiB of shared memory
 _MOST_RANKED = 2**14  # slots times warps that rank choices: 32 KiB of shared memory
-_PADDING_OF_CTA = 2**12  # a CTA fills up to as many rows
+_PADDING_OF_CTA = 2**12  # rows of padding that a CTA fills, at most
 
 
 class MapPlaces(NamedTuple):
-    """Where a plan is written: int32 [E], [E + 1] and [T, k], contiguous."""
+    """The places of a plan's maps: int32 [E], [E + 1] and [T, k], contiguous."""
 
     tokens_per_expert: Place
     expert_offsets: Place
@@ -290,16 +290,16 @@ def routing_of(
     expert_offset: int = 0,
     words_of_choice: int = 1,
 ) -> Routing:
-    """The fields that kernels with a plan in them take.
+    """The routing for a kernel that plans. Raises ValueError for 2**31 rows or more.
 
     Args:
-        op: the name that errors tell.
+        op: the name of the op in errors.
         chunk: tokens of a CTA.
         ids: int32 or int64 [T, k].
         num_experts, max_m, alignment, expert_offset: as in `build_plan`.
         maps: where the plan is written.
-        num_warps: how many a CTA has, if as many of them as are useful rank its choices; else 0.
-        words_of_choice: of shared memory, for each choice of a chunk.
+        num_warps: warps of a CTA, of which as many as are useful rank its choices; 0: none does.
+        words_of_choice: words of shared memory for each choice of a chunk.
     """
     num_tokens, top_k = ids.shape
     num_slots = num_slots_of(num_experts)
@@ -345,7 +345,7 @@ def plan_kernel_of(ahead: int) -> Kernel:
 
 
 def plan_kernels(target: Target, most_tokens: int, top_k: int) -> Iterator[Kernel]:
-    """The kernels for up to so many tokens."""
+    """The kernels for up to `most_tokens` tokens."""
 
     def describe(span: Span) -> Record:
         r = Record(target, ("ids", *Maps._fields), span=span)
@@ -391,7 +391,7 @@ def describe_plan(
     max_m: int | None = None,
     expert_offset: int = 0,
 ) -> None:
-    """One step that fills the inputs that `Maps` names; num_rows: of row_to_token."""
+    """One step that fills the maps, which are inputs named as in `Maps`; num_rows: R."""
     num_sms, (num_tokens, top_k) = r.target.num_sms, ids.shape
     cut = cut_plan(num_tokens, top_k, num_sms)
     if cut.ahead == 1:

@@ -1,6 +1,6 @@
 """The router: logits in FP32, and the choice that follows from them.
 
-T tokens, E experts, H hidden. On a Hopper GPU two kernels do both for x in BF16.
+T tokens, k choices, E experts, H hidden. A Hopper GPU runs `logits.cu` and `top_k.cu` for BF16 x.
 """
 
 from collections.abc import Iterator
@@ -34,13 +34,13 @@ _OP = "route"
 
 
 class RouteInputs(NamedTuple):
-    """What `route` takes.
+    """The arguments of `route`.
 
     x: [T, H] bf16, fp16 or fp32.
     weight: fp32 [E, H].
-    bias: fp32 [E], which counts in the choice alone, or None.
+    bias: fp32 [E], which counts for the choice but not for top_k_weights; or None.
     k: experts of a token.
-    by_sigmoid: `sigmoid_group_topk` follows, which says what the others are; else `softmax_topk`.
+    by_sigmoid: choose by `sigmoid_group_topk`, which explains the rest; else by `softmax_topk`.
     """
 
     x: torch.Tensor
@@ -54,7 +54,7 @@ class RouteInputs(NamedTuple):
     scaling_factor: float
 
     @property
-    def op_of_choice(self) -> str:
+    def choice_op(self) -> str:
         return "sigmoid_group_topk" if self.by_sigmoid else "softmax_topk"
 
     @property
@@ -67,13 +67,12 @@ class RouteInputs(NamedTuple):
 
 
 def route(*inputs: Any) -> TopK:
-    """`RouteInputs`, whose logits are `x @ weight.T`, to the choice of `softmax_topk` or
-    `sigmoid_group_topk`.
+    """Choose by the logits `x @ weight.T`, as `softmax_topk` or `sigmoid_group_topk` does.
 
-    Sums are in FP32 or FP64, whatever `torch.set_float32_matmul_precision` says. On a Hopper GPU,
-    what a token in BF16 gets among up to 512 experts does not depend on the other tokens, bit for
-    bit. There a weight that is not finite gives NaN, and an infinite token NaN or Inf. Gradients
-    flow to x and weight.
+    inputs: the fields of `RouteInputs`. Gradients flow to x and weight. Sums are in FP32 or FP64,
+    whatever `torch.set_float32_matmul_precision` says. On a Hopper GPU, no bit of the choice of a
+    BF16 token among up to 512 experts depends on other tokens. There a weight that is not finite
+    gives NaN, and an infinite token NaN or Inf.
 
     Raises TypeError, ValueError, naming the argument, the rule and what came.
     """
@@ -101,11 +100,11 @@ class _Route(torch.autograd.Function):
         inputs = RouteBackwardInputs(x, weight, grad, index, *rest)
         if torch.is_grad_enabled():  # there are gradients of gradients
             with without_autocast(x.device):
-                of_x, of_weight = gradients(inputs)
+                grad_x, grad_weight = gradients(inputs)
         else:
-            of_x, of_weight = route_backward(*inputs)
-        found = of_x if needs_x else None, of_weight if needs_weight else None
-        return *found, None, *(None for _ in ctx.rest)
+            grad_x, grad_weight = route_backward(*inputs)
+        grads = grad_x if needs_x else None, grad_weight if needs_weight else None
+        return *grads, None, *(None for _ in ctx.rest)
 
 
 def _allocate(inputs: RouteInputs) -> Chosen:
@@ -131,14 +130,14 @@ def _allocate(inputs: RouteInputs) -> Chosen:
 
 def _body(inputs: RouteInputs) -> Chosen:
     _allocate(inputs)
-    of_choice = inputs.with_logits(exact_logits(inputs.x, inputs.weight))
+    choice_inputs = inputs.with_logits(exact_logits(inputs.x, inputs.weight))
     if inputs.by_sigmoid:
-        return choose_by_sigmoid(*of_choice)
-    return choose_by_softmax(of_choice.logits, of_choice.k, of_choice.renormalize)
+        return choose_by_sigmoid(*choice_inputs)
+    return choose_by_softmax(choice_inputs.logits, choice_inputs.k, choice_inputs.renormalize)
 
 
 def _launch(inputs: RouteInputs) -> Chosen:
-    """Two kernels on the current stream, of very many tokens two for each part; nothing waits."""
+    """Two kernels on the current stream, or two for each part of many tokens; nothing waits."""
     most = logits_launch.most_tokens(*inputs.weight.shape)
     x, weight, bias, *rest = inputs
     if len(x) > most:
@@ -148,20 +147,20 @@ def _launch(inputs: RouteInputs) -> Chosen:
     x, weight = fitting(x), fitting(weight)
     bias = None if bias is None else bias.contiguous()
     driver = current_driver()
-    of_bias = None if bias is None else layout_of(bias)
-    key = (_OP, layout_of(x), layout_of(weight), of_bias, *rest)
-    found = driver.prepared().get(key)
-    if found is None:
+    bias_layout = None if bias is None else layout_of(bias)
+    key = (_OP, layout_of(x), layout_of(weight), bias_layout, *rest)
+    prepared = driver.prepared().get(key)
+    if prepared is None:
         inputs = inputs._replace(x=x, weight=weight, bias=bias)
         _allocate(inputs)
-        found = driver.keep(key, _prepare(inputs))
+        prepared = driver.keep(key, _prepare(inputs))
     num_tokens, k, device = len(x), inputs.k, x.device
     index = torch.empty((num_tokens, k), dtype=torch.int64, device=device)
     weights = torch.empty((num_tokens, k), dtype=torch.float32, device=device)
-    if found.launches:
+    if prepared.launches:
         bias_address = 0 if bias is None else bias.data_ptr()
         addresses = x.data_ptr(), weight.data_ptr(), bias_address
-        found(x.get_device(), (*addresses, index.data_ptr(), weights.data_ptr()))
+        prepared(x.get_device(), (*addresses, index.data_ptr(), weights.data_ptr()))
     return index, weights
 
 
@@ -173,7 +172,7 @@ def _prepare(inputs: RouteInputs) -> Launches:
     r = Record(target_of(device_index), ("x", "weight", "bias", "top_k_index", "top_k_weights"))
     describe_top_k(
         r,
-        inputs.op_of_choice,
+        inputs.choice_op,
         describe_logits(r, Tensor.of(x, "x"), Tensor.of(weight, "weight")),
         None if bias is None else Place("bias"),
         inputs.choice,
@@ -184,11 +183,11 @@ def _prepare(inputs: RouteInputs) -> Launches:
 
 
 def route_kernels(
-    target: Target, most_tokens: int, op_of_choice: str, num_experts: int, hidden_size: int
+    target: Target, most_tokens: int, choice_op: str, num_experts: int, hidden_size: int
 ) -> Iterator[Kernel]:
-    """The kernels of `route` for up to so many tokens in BF16.
+    """The kernels of `route` for up to `most_tokens` tokens in BF16.
 
-    op_of_choice: "softmax_topk" or "sigmoid_group_topk".
+    choice_op: "softmax_topk" or "sigmoid_group_topk".
     """
     choice = Choice(1, 1, 1, True, 1.0)  # kernels depend on no part of it
 
@@ -197,7 +196,7 @@ def route_kernels(
         x = Tensor.contiguous("x", span.first, hidden_size)
         weight = Tensor.contiguous("weight", num_experts, hidden_size, dtype=torch.float32)
         results = Place("top_k_index"), Place("top_k_weights")
-        describe_top_k(r, op_of_choice, describe_logits(r, x, weight), None, choice, *results)
+        describe_top_k(r, choice_op, describe_logits(r, x, weight), None, choice, *results)
         return r
 
     return kernels_of(describe, most_tokens)

@@ -1,13 +1,14 @@
-"""The gradient of the router: from that of top_k_weights to those of the tokens and of its weight.
+"""The gradients of the router in x and weight, from the gradient of top_k_weights.
 
-T tokens, E experts, H hidden. On a Hopper GPU two kernels make the logits' gradient, for x in BF16.
-It leaves as two BF16 numbers, `high` and `low`, which together have 16 bits of its significand, and
-PyTorch multiplies them in BF16, with sums in FP32 unless its switches allow cuBLAS others for of_x:
+T tokens, k choices each, E experts, H hidden size. On a Hopper GPU, with x in BF16, two kernels
+write the gradient of the logits as two BF16 numbers, `high` and `low`, which together have 16 bits
+of its significand. PyTorch multiplies these in BF16. It sums in FP32, unless its settings allow
+cuBLAS to sum grad_x otherwise:
 
-    of_x = high @ weight_high + low @ weight_high + high @ weight_low
-    of_weight = high.T @ x + low.T @ x
+    grad_x = high @ weight_high + low @ weight_high + high @ weight_low
+    grad_weight = high.T @ x + low.T @ x
 
-The product that is left out, of both rests, is below 2^-16 of the others.
+The product that is left out, low @ weight_low, is below 2^-16 of the others.
 """
 
 from collections.abc import Iterator
@@ -41,10 +42,10 @@ Gradients = tuple[torch.Tensor, torch.Tensor]
 
 
 class RouteBackwardInputs(NamedTuple):
-    """What `route_backward` takes.
+    """The arguments of `route_backward`.
 
     x: [T, H] bf16, fp16 or fp32. weight: fp32 [E, H].
-    grad: [T, k], of top_k_weights. top_k_index: int64 [T, k], who was chosen.
+    grad: [T, k], of top_k_weights. top_k_index: int64 [T, k], the chosen experts.
     by_sigmoid, renormalize, scaling_factor: as in `RouteInputs`.
     needs_x, needs_weight: which gradients are wanted.
     """
@@ -64,24 +65,24 @@ class RouteBackwardInputs(NamedTuple):
 
 
 def _allocate(inputs: RouteBackwardInputs) -> Gradients:
-    """What was asked for; this is also the fake body."""
+    """Uninitialised gradients, [0] for one that is not wanted; this is also the fake body."""
     x, weight = inputs[:2]
-    of_x = x.new_empty(x.shape if inputs.needs_x else 0)
-    return of_x, weight.new_empty(weight.shape if inputs.needs_weight else 0)
+    grad_x = x.new_empty(x.shape if inputs.needs_x else 0)
+    return grad_x, weight.new_empty(weight.shape if inputs.needs_weight else 0)
 
 
 def gradients(inputs: RouteBackwardInputs) -> Gradients:
-    """By products in FP64, as `exact_logits`; in grad mode PyTorch differentiates all once more."""
+    """The gradients by products in FP64; in grad mode PyTorch can differentiate them again."""
     x, weight = inputs[:2]
-    of_choice = inputs.with_logits(exact_logits(x, weight))
-    is_differentiated = torch.is_grad_enabled()
-    found = grad_of_logits(of_choice) if is_differentiated else top_k_backward(*of_choice)
-    of_logits, of_x, of_weight = found.double(), x.new_empty(0), weight.new_empty(0)
+    choice_inputs = inputs.with_logits(exact_logits(x, weight))
+    can_differentiate = torch.is_grad_enabled()
+    grad = grad_of_logits(choice_inputs) if can_differentiate else top_k_backward(*choice_inputs)
+    grad_logits, grad_x, grad_weight = grad.double(), x.new_empty(0), weight.new_empty(0)
     if inputs.needs_x:
-        of_x = (of_logits @ weight.double()).to(x.dtype)
+        grad_x = (grad_logits @ weight.double()).to(x.dtype)
     if inputs.needs_weight:
-        of_weight = (of_logits.T @ x.double()).to(weight.dtype)
-    return of_x, of_weight
+        grad_weight = (grad_logits.T @ x.double()).to(weight.dtype)
+    return grad_x, grad_weight
 
 
 # ---- On a Hopper GPU ----
@@ -97,27 +98,27 @@ _product = register(
 
 @torch.no_grad()
 def _launch(inputs: RouteBackwardInputs) -> Gradients:
-    """Two kernels, of very many tokens two for each part of them, and products; nothing waits."""
+    """Two kernels, or two for each part of very many tokens, then products; nothing waits."""
     if not len(inputs.x):
         return gradients(inputs)
-    of_x, of_weight = _allocate(inputs)
+    grad_x, grad_weight = _allocate(inputs)
     x, weight, num_experts = inputs.x, inputs.weight, len(inputs.weight)
-    of_logits = x.new_empty((len(x), NUM_TERMS, num_experts))
+    grad_logits = x.new_empty((len(x), NUM_TERMS, num_experts))
     most = logits_launch.most_tokens(*weight.shape)
     grad, index = inputs.grad.float().contiguous(), inputs.top_k_index.contiguous()
-    of_tokens, read = (fitting(x), grad, index, of_logits), fitting(weight)
-    for some_x, some_grad, some_index, out in zip(*(y.split(most) for y in of_tokens), strict=True):
-        some = inputs._replace(x=some_x, weight=read, grad=some_grad, top_k_index=some_index)
-        _launch_kernels(some, out)
+    tensors, tma_weight = (fitting(x), grad, index, grad_logits), fitting(weight)
+    for part_x, part_grad, part_index, out in zip(*(y.split(most) for y in tensors), strict=True):
+        part = inputs._replace(x=part_x, weight=tma_weight, grad=part_grad, top_k_index=part_index)
+        _launch_kernels(part, out)
     with without_autocast(x.device):
         if inputs.needs_x:
             high = weight.bfloat16()
             low = (weight - high).bfloat16()
-            torch.mm(of_logits.flatten(1), torch.cat((high, high, low)), out=of_x)
+            torch.mm(grad_logits.flatten(1), torch.cat((high, high, low)), out=grad_x)
         if inputs.needs_weight:
-            high_and_low = _product(of_logits[:, :2].flatten(1).T, x)
-            torch.add(*high_and_low.split(num_experts), out=of_weight)
-    return of_x, of_weight
+            high_and_low = _product(grad_logits[:, :2].flatten(1).T, x)
+            torch.add(*high_and_low.split(num_experts), out=grad_weight)
+    return grad_x, grad_weight
 
 
 def _launch_kernels(inputs: RouteBackwardInputs, out: torch.Tensor) -> None:
@@ -150,7 +151,7 @@ def _prepare(inputs: RouteBackwardInputs) -> Launches:
 def route_backward_kernels(
     target: Target, most_tokens: int, num_experts: int, hidden_size: int, *, by_sigmoid: bool
 ) -> Iterator[Kernel]:
-    """The kernels of `route_backward` for up to so many tokens in BF16."""
+    """The kernels of `route_backward` for up to `most_tokens` tokens in BF16."""
 
     def describe(span: Span) -> Record:
         r = Record(target, ("x", "weight", "grad", "top_k_index", "grad_logits"), span=span)
@@ -182,5 +183,5 @@ route_backward = register_inputs(
     cuda=gradients,
     hopper_takes=route_takes,
 )
-"""`RouteBackwardInputs` -> the gradients of x, in its dtype, and of weight in FP32, contiguous; of
-what is not wanted nothing, [0]."""
+"""`RouteBackwardInputs` -> the gradients of x, in its dtype, and of weight in FP32, contiguous; a
+gradient that is not wanted is [0]."""

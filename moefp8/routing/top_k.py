@@ -110,8 +110,8 @@ class _SigmoidTopK(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, _: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         logits, index = ctx.saved_tensors
-        found = _backward(grad, logits, index, True, *ctx.rest[-2:])
-        return found, None, *(None for _ in ctx.rest)
+        grad_logits = _backward(grad, logits, index, True, *ctx.rest[-2:])
+        return grad_logits, None, *(None for _ in ctx.rest)
 
 
 # ---- Gradients ----
@@ -122,14 +122,14 @@ def _backward(grad: torch.Tensor | None, *rest: Any) -> torch.Tensor | None:
         return None
     if torch.is_grad_enabled():  # there are gradients of gradients
         return grad_of_logits(TopKBackwardInputs(grad, *rest))
-    found: torch.Tensor = top_k_backward(grad, *rest)
-    return found
+    grad_logits: torch.Tensor = top_k_backward(grad, *rest)
+    return grad_logits
 
 
 def softmax_grad(
     grad: torch.Tensor, logits: torch.Tensor, index: torch.Tensor, renormalize: bool
 ) -> torch.Tensor:
-    """The gradient in `logits`, where that in top_k_weights is `grad` and `index` was chosen."""
+    """The gradient of logits for `softmax_topk`; grad: of top_k_weights, index: what it chose."""
     scores = logits.float().softmax(dim=-1)
     if renormalize:
         grad = _grad_of_parts(grad, scores.gather(1, index), 0.0)
@@ -145,7 +145,7 @@ def sigmoid_grad(
     renormalize: bool,
     scaling_factor: float,
 ) -> torch.Tensor:
-    """The same of `sigmoid_group_topk`."""
+    """The gradient of logits for `sigmoid_group_topk`, likewise."""
     scores = logits.float().gather(1, index).sigmoid()
     grad = grad * scaling_factor
     if renormalize:
@@ -155,13 +155,13 @@ def sigmoid_grad(
 
 
 def _grad_of_parts(grad: torch.Tensor, x: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """The gradient in x of `x / (x.sum(-1) + epsilon)`, whose result has the gradient `grad`."""
+    """The gradient of x, where `grad` is that of `x / (x.sum(-1) + epsilon)`."""
     total = x.sum(dim=-1, keepdim=True) + epsilon
     return (grad - (grad * x).sum(dim=-1, keepdim=True) / total) / total
 
 
 def grad_of_logits(inputs: TopKBackwardInputs) -> torch.Tensor:
-    """The gradient in logits by PyTorch's operations, which it differentiates once more."""
+    """The gradient of logits by PyTorch's operations, which it can differentiate again."""
     grad, logits, index, by_sigmoid, renormalize, scaling_factor = inputs
     if by_sigmoid:
         return sigmoid_grad(grad, logits, index, renormalize, scaling_factor)
@@ -180,10 +180,10 @@ def _launch_backward(inputs: TopKBackwardInputs) -> torch.Tensor:
     logits = inputs.logits
     if logits.dtype not in INPUTS:
         return _launch_backward(inputs._replace(logits=logits.float())).to(logits.dtype)
-    of_logits = _empty_grad(inputs)
+    grad_logits = _empty_grad(inputs)
     if logits.numel():
-        launch_top_k_backward(inputs, of_logits)
-    return of_logits
+        launch_top_k_backward(inputs, grad_logits)
+    return grad_logits
 
 
 top_k_backward = register_inputs(
@@ -261,10 +261,10 @@ _EXP2_TERMS = list(accumulate(range(1, 11), lambda x, i: x * 0.6931471805599453 
 
 
 def _sigmoid(x: torch.Tensor) -> torch.Tensor:
-    """The sigmoid of fp32 x, rounded once from FP64: as accurate as can be but for 1e-5 ulp.
+    """The sigmoid of fp32 x, rounded once from FP64: within 1e-5 ulp of the correct rounding.
 
     PyTorch's own sigmoids differ from device to device. These operations are exactly rounded and
-    never contracted: `sigmoid.cuh` has the same ones.
+    never contracted; `sigmoid.cuh` has the same ones.
     """
     power = x.abs().clamp(max=128).double() * -1.4426950408889634  # beyond, FP32 has 0 and 1
     whole = power.round()

@@ -1,6 +1,6 @@
 """Describe `top_k_backward.cu`, the gradient of the router's choice on a Hopper GPU, and launch it.
 
-T tokens, k choices each, E experts.
+T tokens, k choices each, E experts; a warp has a token.
 """
 
 from pathlib import Path
@@ -18,14 +18,14 @@ from .logits_launch import Sums
 from .top_k_launch import WARP, kind_of, step_for_logits
 
 _SOURCE = Path(__file__).with_name("top_k_backward.cu")
-NUM_TERMS = 3  # that a gradient is told as, where logits are sums
+NUM_TERMS = 3  # BF16 numbers that a gradient is written as, where logits are sums
 
 
 class TopKBackwardInputs(NamedTuple):
-    """What `top_k_backward` takes.
+    """The arguments of `top_k_backward`.
 
-    grad: fp32 [T, k], of top_k_weights. logits: [T, E]. top_k_index: int64 [T, k], who was chosen.
-    The others: as in `routing.sigmoid_group_topk`.
+    grad: fp32 [T, k], of top_k_weights. logits: [T, E]. top_k_index: int64 [T, k], the chosen
+    experts. The others: as in `routing.sigmoid_group_topk`.
     """
 
     grad: torch.Tensor
@@ -93,8 +93,8 @@ def describe_top_k_backward(
 
     logits: [T, E] in bf16, fp16 or fp32, or sums that the step before writes; T and E at least 1.
     grad: fp32 [T, k], of top_k_weights, contiguous. top_k_index: int64 [T, k], contiguous.
-    grad_logits: [T, E] in the dtype of logits, contiguous. Of sums it is bf16 [T, 3, E]: what is
-        nearest to a gradient, what that lacks, and the first once more.
+    grad_logits: [T, E] in the dtype of logits, contiguous. If these are sums, bf16 [T, 3, E]: the
+        gradient rounded to BF16, the rest rounded to BF16, and the first again.
     """
     arguments = {
         "grad": grad,

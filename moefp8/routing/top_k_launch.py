@@ -1,6 +1,6 @@
 """Describe `top_k.cu`, the router's choice on a Hopper GPU, and launch it.
 
-T tokens, k choices each, E experts.
+T tokens, k choices each, E experts; a warp has a token.
 """
 
 from pathlib import Path
@@ -23,7 +23,7 @@ MAX_EXPERTS = 512  # a lane holds every 32nd in registers
 
 
 class Choice(NamedTuple):
-    """How k experts are chosen: see `routing.sigmoid_group_topk`."""
+    """The options of a choice of k experts: see `routing.sigmoid_group_topk`."""
 
     k: int
     num_groups: int
@@ -33,7 +33,7 @@ class Choice(NamedTuple):
 
 
 class TopKInputs(NamedTuple):
-    """What `sigmoid_group_topk` takes: see `routing.sigmoid_group_topk`."""
+    """The arguments of `sigmoid_group_topk`: see `routing.sigmoid_group_topk`."""
 
     logits: torch.Tensor
     bias: torch.Tensor | None
@@ -50,19 +50,19 @@ class TopKInputs(NamedTuple):
 
 
 def softmax_inputs(logits: torch.Tensor, k: int, renormalize: bool) -> TopKInputs:
-    """What `softmax_topk` takes, as its kernel is given it: see `routing.softmax_topk`."""
+    """The arguments of `routing.softmax_topk` in the form that its kernel takes."""
     return TopKInputs(logits, None, k, 1, 1, renormalize, 1.0)
 
 
 def can_launch(logits: torch.Tensor, *_: object) -> bool:
-    """Whether a kernel chooses among as many experts. The op's checks refuse what is no matrix."""
+    """Whether a kernel takes this many experts; the op's checks refuse what is no matrix."""
     return logits.ndim != 2 or logits.shape[1] <= MAX_EXPERTS
 
 
 def kernel_of(
     op: str, num_experts: int, dtype: torch.dtype = torch.float32, parts_of_group: int = 0
 ) -> Kernel:
-    """parts_of_group: of the sums that logits are given as, in FP32; 0: logits are given."""
+    """parts_of_group: that of `Sums`, if logits come as sums; 0: they come as one tensor."""
     items = ceil_div(num_experts, WARP)
     return Kernel(_SOURCE, f"{op}_kernel<{INPUTS[dtype]}, {items}, {parts_of_group}>")
 
@@ -88,7 +88,7 @@ def launch_top_k(op: str, inputs: TopKInputs, index: torch.Tensor, weights: torc
 def _prepare(op: str, inputs: TopKInputs) -> Launch:
     logits, device_index = inputs.logits, inputs.logits.get_device()
     r = Record(target_of(device_index), ("logits", "bias", "top_k_index", "top_k_weights"))
-    bias = Place("bias")  # at 0 in calls without
+    bias = Place("bias")  # address 0 in calls without a bias
     results = Place("top_k_index"), Place("top_k_weights")
     describe_top_k(r, op, Tensor.of(logits, "logits"), bias, inputs.choice, *results)
     return prepare_launch(r, device_index)
@@ -140,7 +140,7 @@ def step_for_logits(
 ) -> None:
     """A step with a warp for each token, which may start early if sums are added up.
 
-    arguments: without those that tell of logits and of the grid.
+    arguments: all but those about logits and the grid.
     """
     num_tokens, num_experts = logits.shape
     tokens_of_cta = min(MAX_WARPS, ceil_div(num_tokens, r.target.num_sms))

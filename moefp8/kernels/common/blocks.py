@@ -1,4 +1,4 @@
-"""E4M3 numbers and their scale blocks: how many there are, and how activation scales lie in memory.
+"""E4M3 numbers, their scale blocks, and the memory layout of the scales of activations.
 
 A scale block is 1x128 (activations) or 128x128 (weights), written rows x columns. E4M3 is
 `torch.float8_e4m3fn`: largest value 448, no infinity.
@@ -36,7 +36,7 @@ def num_blocks(size: int) -> int:
 
 
 def zero_padded(x: torch.Tensor, axis: int, multiple: int = BLOCK) -> torch.Tensor:
-    """x with zeros behind, so that the axis is a multiple long; x itself if it is.
+    """x with zeros after it, so that `multiple` divides the axis; x itself if it does already.
 
     Any axis may be empty; `torch.nn.functional.pad` of torch 2.8 refuses one that it adds 0 to.
     """
@@ -49,7 +49,7 @@ def zero_padded(x: torch.Tensor, axis: int, multiple: int = BLOCK) -> torch.Tens
 
 
 def empty_tma_aligned(shape: Sequence[int], device: torch.device) -> torch.Tensor:
-    """An uninitialised fp32 tensor [..., M, K/128] in the order that a TMA load wants.
+    """An uninitialised fp32 tensor [..., M, K/128] in the memory order that TMA loads need.
 
     M is the contiguous axis, and every column starts at a multiple of 16 bytes: the strides are
     (..., 1, M rounded up to 4).

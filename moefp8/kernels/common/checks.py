@@ -37,21 +37,21 @@ def check_quantized_or_not(
     op: str, name: str, x: torch.Tensor, scale_inv: torch.Tensor | None
 ) -> None:
     """Check that `x` [T, H] has its 1x128 scales, fp32 [T, ceil(H/128)], just if it is e4m3."""
-    of_codes, came = f"{name}_scale_inv", str(x.dtype).removeprefix("torch.")
+    scale_name, came = f"{name}_scale_inv", str(x.dtype).removeprefix("torch.")
     if scale_inv is None and x.dtype == E4M3:
         allowed = " or ".join(str(dtype).removeprefix("torch.") for dtype in FLOATS)
-        raise TypeError(f"{op}: {name} must be {allowed}, or come with {of_codes}, got {came}")
+        raise TypeError(f"{op}: {name} must be {allowed}, or come with {scale_name}, got {came}")
     if scale_inv is None:
         check_tensor(op, name, x, FLOATS, 2)
         return
     if x.dtype != E4M3:
         raise TypeError(
-            f"{op}: {name} must be float8_e4m3fn where {of_codes} is given, got {came}; give None"
+            f"{op}: {name} must be float8_e4m3fn where {scale_name} is given, got {came}; give None"
         )
     check_tensor(op, name, x, (E4M3,), 2)
-    check_tensor(op, of_codes, scale_inv, (torch.float32,), 2)
+    check_tensor(op, scale_name, scale_inv, (torch.float32,), 2)
     (num_tokens, hidden_size), rule = x.shape, f"[T, ceil(H/128)] for {name} [T, H]"
-    check_shape(op, of_codes, scale_inv, [num_tokens, num_blocks(hidden_size)], rule)
+    check_shape(op, scale_name, scale_inv, [num_tokens, num_blocks(hidden_size)], rule)
 
 
 def check_shape(op: str, name: str, x: torch.Tensor, shape: Sequence[int], rule: str) -> None:
@@ -69,7 +69,7 @@ def check_rows_contiguous(op: str, name: str, x: torch.Tensor) -> None:
 
 
 def is_expanded(x: torch.Tensor) -> bool:
-    """Whether a step along an axis stays among the elements of the axes with smaller steps."""
+    """Whether elements may share memory: a stride is within the span of axes of smaller strides."""
     extent = 1
     for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
         if size > 1:
@@ -91,12 +91,12 @@ def check_not_expanded(op: str, name: str, x: torch.Tensor) -> None:
 def check_same_device(op: str, **tensors: torch.Tensor | None) -> None:
     devices = {name: x.device for name, x in tensors.items() if x is not None}
     if len(set(devices.values())) > 1:
-        found = ", ".join(f"{name} on {device}" for name, device in devices.items())
-        raise ValueError(f"{op}: all tensors must be on one device, got {found}")
+        came = ", ".join(f"{name} on {device}" for name, device in devices.items())
+        raise ValueError(f"{op}: all tensors must be on one device, got {came}")
 
 
 def check_no_gradient(op: str, names: Iterable[str], outputs: Sequence[torch.Tensor]) -> None:
-    """What an op writes must not require a gradient. `names` are those of all that it can write."""
+    """Check that no output requires a gradient; names: of all arguments that the op can write."""
     if torch.is_grad_enabled() and any(output.requires_grad for output in outputs):
         raise ValueError(
             f"{op}: {' and '.join(names)} must not require a gradient, since what is written has "

@@ -25,8 +25,8 @@ _MAX_GRAPHS = 4  # one for each stream; each takes memory of the GPU
 def prepared(key: Hashable, prepare: Callable[[], P]) -> P:
     """The prepared launch that this thread has kept for a key, else what `prepare` returns."""
     driver = current_driver()
-    found = driver.prepared().get(key)
-    return driver.keep(key, prepare()) if found is None else found
+    launch = driver.prepared().get(key)
+    return driver.keep(key, prepare()) if launch is None else launch
 
 
 def layout_of(x: torch.Tensor) -> tuple[Any, ...]:
@@ -42,7 +42,7 @@ class Launches:
     call has another number of tokens, make no graph. Each stream has a graph of its own, since no
     graph runs twice at once: of calls on two streams, one would wait for the other.
 
-    workspace_bytes: the size of that memory, whose address comes behind those of a call.
+    workspace_bytes: the size of that memory; its address follows those of a call.
     """
 
     def __init__(self, launches: Sequence[Launch], workspace_bytes: int) -> None:
@@ -69,7 +69,7 @@ class Launches:
 
     def _run(self, driver: Driver, stream: int, addresses: tuple[int, ...]) -> None:
         is_capturing = driver.is_capturing()
-        if driver.num_losses != self._num_losses:  # the graphs are lost, and are made anew
+        if driver.num_losses != self._num_losses:  # the graphs are lost, and are made again
             self._num_losses = driver.num_losses
             self._graphs, self._num_calls = {}, {}
         if not is_capturing and stream in self._graphs:

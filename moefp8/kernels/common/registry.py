@@ -70,7 +70,7 @@ _is_profiling = _C._autograd._profiler_enabled
 
 
 def any_watches() -> bool:
-    """Whether a mode, a transform of functorch, a tracer or a profiler wants to see all ops."""
+    """Whether a mode, a transform of functorch, a tracer or a profiler must see all ops."""
     return bool(
         _num_dispatch_modes()
         or _num_function_modes()
@@ -98,9 +98,9 @@ def _are_simple(args: Iterable[Any]) -> bool:
 class Op:
     """A registered op.
 
-    A call goes through the dispatcher, unless nobody would notice that it does not: on a Hopper
-    GPU, with plain tensors, while nothing traces, transforms or profiles. Then the launcher is
-    called directly, which saves the host several microseconds.
+    A call goes through the dispatcher, unless skipping it makes no difference: on a Hopper GPU,
+    with plain tensors, while nothing traces, transforms or profiles. Then the launcher is called
+    directly, which saves the host several microseconds.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ def register_inputs(
     hopper_takes: Callable[..., bool] | None = None,
     **bodies: Callable[[Any], Any],
 ) -> "Op":
-    """Call `register` for an op whose arguments are told once: as the fields of a NamedTuple.
+    """Call `register` for an op whose arguments are declared once: as the fields of a NamedTuple.
 
     The schema follows from their annotations and defaults, and each body takes one such tuple.
     Instead of the class, `inputs` may be a function that makes one from the op's arguments.
@@ -154,7 +154,7 @@ def register_inputs(
     fields = get_type_hints(inputs, include_extras=True)
     fields.pop("return", None)
     defaults = getattr(inputs, "_field_defaults", {})
-    told = ", ".join(
+    arguments = ", ".join(
         f"{_SCHEMA_TYPES[kind]} {field}" + (f"={defaults[field]}" if field in defaults else "")
         for field, kind in fields.items()
     )
@@ -163,7 +163,7 @@ def register_inputs(
         return lambda *args: body(inputs(*args))
 
     taking = {device: taking_inputs(body) for device, body in bodies.items()}
-    return register(f"{name}({told}) -> {returns}", **taking, hopper_takes=hopper_takes)
+    return register(f"{name}({arguments}) -> {returns}", **taking, hopper_takes=hopper_takes)
 
 
 def _written(name: str) -> dict[int, str]:
@@ -177,7 +177,7 @@ def _written(name: str) -> dict[int, str]:
 
 
 def _writing(name: str, written: dict[int, str], body: Callable[..., Any]) -> Callable[..., Any]:
-    """`body`, made to treat what it writes as PyTorch's own in-place operations do."""
+    """`body`, which then treats what it writes as PyTorch's own in-place operations do."""
     if not written:
         return body
 

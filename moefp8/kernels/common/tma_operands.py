@@ -1,4 +1,4 @@
-"""Matrices for TMA: they are checked, and copied where it cannot address them.
+"""Matrices for TMA: whether it can address them, and copies for those that it cannot.
 
 A matrix is [rows, columns]; several of one shape are [matrices, rows, columns]. TMA can address
 them if columns are contiguous, addresses and both strides are multiples of 16 bytes, and rows do
@@ -32,7 +32,7 @@ def can_address(
 
 
 def empty_fitting(x: torch.Tensor) -> torch.Tensor:
-    """Uninitialised memory that fits, for what is in x."""
+    """Uninitialised memory for a copy of x that fits."""
     *rows, columns = x.shape
     return x.new_empty(*rows, round_up_to_tma(columns, x.element_size()))[..., :columns]
 
@@ -42,17 +42,17 @@ def fitting(x: torch.Tensor) -> torch.Tensor:
     return x if fits(x) else empty_fitting(x).copy_(x)
 
 
-def lying_as(like: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """x itself, or a copy with the strides of `like`, for a kernel that knows only these.
+def with_strides_of(like: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """x itself, or a copy with the strides of `like`, for a kernel that takes these for both.
 
-    Where `like` is aligned, so is what is returned.
+    If `like` is aligned, so is the result.
     """
-    alike = x.stride() == like.stride()
-    if alike and (x.data_ptr() % TMA_BYTES == 0 or like.data_ptr() % TMA_BYTES):
+    has_strides = x.stride() == like.stride()
+    if has_strides and (x.data_ptr() % TMA_BYTES == 0 or like.data_ptr() % TMA_BYTES):
         return x
     return torch.empty_strided(x.shape, like.stride(), dtype=x.dtype, device=x.device).copy_(x)
 
 
 def pitch_of(shape: Sequence[int], strides: Sequence[int], element_size: int) -> int:
-    """The pitch of rows, in elements; the stride of a single row says nothing."""
+    """The pitch of rows, in elements; the stride of a single row has no meaning."""
     return strides[-2] if shape[-2] > 1 else round_up_to_tma(shape[-1], element_size)

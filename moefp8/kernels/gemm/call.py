@@ -1,7 +1,7 @@
-"""A call of a GEMM on a Hopper GPU, with tensors that may have any layout.
+"""A call of a GEMM on a Hopper GPU, with tensors of any layout. M tokens, N weights, K; G groups.
 
-Nothing here reads what the device holds: a launch depends on shapes alone, and so one CUDA graph
-serves all routings.
+Nothing here reads device memory: a launch depends on shapes alone, so one CUDA graph serves all
+routings.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -39,23 +39,23 @@ from .tuned import ConfigSource, target_of
 _INPUTS = "a", "a_scales", "b", "b_scales", "d"
 _OLDER = frozenset({"b", "b_scales", "bias", "bounds"})
 LEAST_PRODUCTS = 4e10  # of all groups, from which on a tile counter pays
-_MOST_THAT_COUNT = 2 * BLOCK  # rows of a group, that decide about a config if they are its most
+_MOST_THAT_COUNT = 2 * BLOCK  # rows; a group's upper limit changes no config above this
 
 _Run = Callable[[int, tuple[int, ...]], None]  # launches on a GPU, with the addresses of a call
 
 
 class GemmCall(NamedTuple):
-    """What a GEMM is given.
+    """A GEMM's tensors and options.
 
     check: raises TypeError or ValueError if the tensors are wrong; called for new layouts.
     bias: [N] in bf16, fp16 or fp32, of a dense GEMM.
-    group_layout: what tells which group a token is of; None: the GEMM is dense.
+    group_layout: what says which group a token belongs to; None: the GEMM is dense.
     bounds: `expert_offsets`, `masked_m` or, for both ROWS and SEGMENTS, `grouped_layout`.
-    expected_m: about how many tokens a group has, at least 1; only speed heeds it. None: the mean.
-    programmatic: it may be launched before the stream's previous kernel ends; then it reads a, its
-        scales and writes d only after that end. All else must be older than that kernel. It has
-        no effect where an operand is copied.
-    d_is_padded: what follows a row of d, up to the next 16 bytes, may be written.
+    expected_m: about how many tokens a group has, at least 1; for speed alone. None: the mean.
+    programmatic: it may start before the stream's previous kernel ends; it reads a and its scales
+        and writes d after that end. Its other tensors must be older than that kernel. No effect
+        where an operand is copied.
+    d_is_padded: the bytes after a row of d, up to the next multiple of 16, may be written.
     batch_invariant: a row of a dense GEMM has the same bits whatever M is.
     """
 
@@ -76,7 +76,7 @@ class GemmCall(NamedTuple):
         return [x for x in (*self.operands, self.bias, self.bounds) if x is not None]
 
     def launch(self) -> None:
-        launch_gemm(self.tensors, (self.op, *self[4:5], *self[6:]), lambda: self)
+        launch_gemm(self.tensors, (self.op, self.group_layout, *self[6:]), lambda: self)
 
 
 def launch_gemm(
@@ -87,15 +87,15 @@ def launch_gemm(
     Operands that TMA cannot address are copied first, and d is written through a copy.
 
     tensors: `GemmCall.tensors`.
-    options: tells apart calls whose tensors lie alike.
-    describe: called for layouts that are new.
+    options: distinguish calls whose tensors have the same layouts.
+    describe: makes the call; it is called for new layouts.
 
     Raises what `GemmCall.check` does, JitError, or OutOfMemoryError.
     """
     driver, addresses = current_driver(), tuple([x.data_ptr() for x in tensors])
     tensor_layouts = tuple([(x.shape, x.stride(), x.dtype, x.get_device()) for x in tensors])
-    of_a, of_a_scales, of_b, _, of_d = addresses[:5]
-    aligned = (of_a | of_a_scales | of_b | of_d) % TMA_BYTES == 0
+    a, a_scales, b, _, d = addresses[:5]
+    aligned = (a | a_scales | b | d) % TMA_BYTES == 0
     key = (options, tensor_layouts, aligned, driver.max_sms)
     run = driver.prepared().get(key)
     if run is None:
@@ -108,7 +108,7 @@ def launch_gemm(
 
 @torch.no_grad()
 def _first_launch(call: GemmCall) -> _Run | None:
-    """Check; then prepare a launch for these layouts, or run the GEMM with copies that fit."""
+    """Check; then prepare a launch for these layouts, or run the GEMM with copies for TMA."""
     call.check()
     operands, is_dense = call.operands, call.group_layout is None
     d = operands.d
@@ -124,16 +124,16 @@ def _first_launch(call: GemmCall) -> _Run | None:
     )
     if all(x is y for x, y in zip(fitting.tensors, call.tensors, strict=True)):
         return _prepare(call)
-    twin = fitting.operands.d
-    is_padded = call.d_is_padded or twin is not d
+    fitting_d = fitting.operands.d
+    is_padded = call.d_is_padded or fitting_d is not d
     fitting._replace(programmatic=False, d_is_padded=is_padded).launch()
-    if twin is not d:
-        d.copy_(twin)
+    if fitting_d is not d:
+        d.copy_(fitting_d)
     return None
 
 
 def _write_empty_sums(call: GemmCall) -> None:
-    """Write d for K = 0: the bias, or zeros into the rows that are of a group."""
+    """Write d for K = 0: the bias, or zeros into the rows of groups."""
     d, bounds = call.operands.d, call.bounds
     if bounds is None:
         d.zero_() if call.bias is None else d.copy_(call.bias)
@@ -180,7 +180,7 @@ def _prepare(call: GemmCall) -> _Run:
 
 
 def prepare_dense(config: GemmConfig, operands: Operands, configs: ConfigSource) -> Launch:
-    """A launch of a dense GEMM with that config, of operands that fit, in their order."""
+    """A launch of a dense GEMM with that config, for operands that TMA takes, in their order."""
     r = Record(Target(ARCHITECTURE, configs.all_sms, configs), _INPUTS, older=_OLDER)
     a = Codes.of(operands.a, operands.a_scale_inv, "a")
     b = Codes.of(operands.b, operands.b_scale_inv, "b")
@@ -190,9 +190,9 @@ def prepare_dense(config: GemmConfig, operands: Operands, configs: ConfigSource)
 
 
 class Grouped(NamedTuple):
-    """What a grouped GEMM chooses by how many rows it has.
+    """The choices of a grouped GEMM that depend on its number of rows.
 
-    tokens: about how many a group has. takes_tiles: see there.
+    tokens: about how many a group has. takes_tiles: see the function of that name.
     """
 
     config: GemmConfig
@@ -211,21 +211,21 @@ class Grouped(NamedTuple):
         sms: Sms,
     ) -> "Grouped":
         """num_rows: of a, or of a slab. tokens: `expected_m`."""
-        of_all, n, k = b.data.shape
-        num_groups = most = of_all
+        all_groups, n, k = b.data.shape
+        num_groups = most = all_groups
         mean, limit = ceil_div(num_rows, num_groups), min(num_rows, _MOST_THAT_COUNT)
         if layout == GroupLayout.ROWS:  # each block of rows counts as a group
             num_groups = most = most_segments(num_rows)
             limit = BLOCK
         elif layout == GroupLayout.SEGMENTS:
-            # A group that has tokens has a block, and its last one is half padding on average.
+            # A group with tokens has a block or more; its last one is half padding on average.
             most = most_segments(num_rows)
             num_groups, mean = min(num_groups, most), max(mean, BLOCK) - BLOCK // 2
         tokens = min(tokens or mean, BLOCK if layout == GroupLayout.ROWS else num_rows)
         config = heuristic.choose_grouped_config(
             tokens, max(tokens, limit), num_groups, n, k, sms.busy, sms.busy == sms.all
         )
-        groups = GroupsOfTokens(layout, bounds, of_all, most, config.token_tiles(tokens))
+        groups = GroupsOfTokens(layout, bounds, all_groups, most, config.token_tiles(tokens))
         takes = takes_tiles(config, tokens, (num_rows, n, k), groups, sms)
         return cls(config, tokens, groups, takes)
 
@@ -269,16 +269,16 @@ def describe_grouped(
         counter = r.buffer("tile_counter", COUNTER_BYTES)
         describe_tile_counter(r, counter, programmatic=programmatic)
         groups = groups._replace(tile_counter=counter)
-    # What is before it waits for all that came before, so the GEMM may start as soon as it has.
+    # A step before the GEMM waits for all earlier kernels, so the GEMM may start before it ends.
     may_start = programmatic or bool(r.steps)
     describe_gemm(r, config, a, b, d, tokens, groups=groups, programmatic=may_start)
 
 
 def _deciding_rows(num_groups: int, after: int, most: int) -> Iterator[int]:
-    """The numbers of rows above `after` where `Grouped` may be another, or just before them.
+    """All numbers of rows from `after` to `most` where `Grouped` may change, and some others.
 
-    It depends on the mean of groups, and on how many rows a group has at most, as far as they
-    count.
+    It depends on the mean of the groups, and on the most rows of a group, up to
+    `_MOST_THAT_COUNT`.
     """
     num_rows = after
     while num_rows < most:
@@ -291,7 +291,7 @@ def _deciding_rows(num_groups: int, after: int, most: int) -> Iterator[int]:
 def grouped_kernels(
     target: Target, most_rows: int, num_groups: int, n: int, k: int
 ) -> Iterator[Kernel]:
-    """The kernels of a grouped GEMM with OFFSETS for up to so many rows, without `expected_m`."""
+    """The kernels of a grouped GEMM with OFFSETS, without `expected_m`, for up to `most_rows`."""
 
     def describe(span: Span) -> Record:
         r, m = Record(target, (*_INPUTS, "bounds"), older=_OLDER, span=span), span.first

@@ -1,4 +1,4 @@
-"""What varies between the kernels of `gemm.cu`, and what follows from it."""
+"""The config of a kernel of `gemm.cu`, and the sizes that follow from it."""
 
 from dataclasses import dataclass, fields, replace
 from enum import Enum
@@ -12,11 +12,11 @@ MAX_SHARED_BYTES = 227 * 1024  # the most that a CTA can have
 _SHARED_BYTES_PER_SM = 228 * 1024  # the system takes 1 KiB of them for each CTA
 
 _TILE_SLOTS = 4  # kTileSlots in schedule.cuh
-_MOST_WAVES = 20  # of tiles of which the last one is halved
+_MOST_WAVES = 20  # of tiles; with fewer, the last wave is halved
 
 
 class GroupLayout(str, Enum):
-    """What says which group a token belongs to: `GroupLayout` of config.cuh without kDense.
+    """The tensor that says each token's group: `GroupLayout` of config.cuh without kDense.
 
     ROWS and SEGMENTS both come from `grouped_layout`: with SEGMENTS, a kernel reads it before the
     GEMM does.
@@ -28,8 +28,8 @@ class GroupLayout(str, Enum):
     SEGMENTS = "kSegments"
 
 
-class told(cached_property[Any]):
-    """A property that the kernel is told as well, under the same name."""
+class kernel_field(cached_property[Any]):
+    """A property that is also a field of the kernel's config, under the same name."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class GemmConfig:
     """One variant of `gemm.cu`. M, N, "rows" and "columns" are WGMMA's, as config.cuh says.
 
     The kernel's template argument, `GemmConfig` in config.cuh, has the same fields and says what
-    each means; after them comes what is `told`, in the same order. What follows from the fields and
-    is needed on both sides is derived here alone.
+    each means; each `kernel_field` follows them, in the same order. What both sides derive from the
+    fields is derived here alone.
     """
 
     wgmma_m: int
@@ -59,30 +59,30 @@ class GemmConfig:
 
     # ---- Warpgroups and clusters ----
 
-    @told
+    @kernel_field
     def stacked(self) -> bool:
         """Whether a math warpgroup has 64 rows of gate and 64 rows of up."""
         return self.gate_up and self.swap_ab
 
-    @told
+    @kernel_field
     def row_warpgroups(self) -> int:
-        """Math warpgroups without that of the tail."""
+        """Math warpgroups without the tail's."""
         return self.wgmma_m // 64 // (self.parts if self.stacked else 1)
 
-    @told
+    @kernel_field
     def math_warpgroups(self) -> int:
         return self.row_warpgroups + (self.tail > 0)
 
-    @told
+    @kernel_field
     def threads(self) -> int:
         return (self.math_warpgroups + 1) * 128
 
-    @told
+    @kernel_field
     def shares_scale_with_peer(self) -> bool:
         """Whether the other CTA of the cluster has the other 64 of 128 outputs with one scale."""
         return self.gate_up and self.outputs < BLOCK
 
-    @told
+    @kernel_field
     def tiles_per_cluster(self) -> int:
         """Tiles of the same tokens that the CTAs of a cluster compute side by side."""
         return 2 if self.shares_scale_with_peer else self.multicast
@@ -94,21 +94,21 @@ class GemmConfig:
 
     # ---- Tiles ----
 
-    @told
+    @kernel_field
     def tile_tokens(self) -> int:
-        """Tokens of a CTA's tile without a tail: tiles of a group begin so far apart."""
+        """Tokens of a CTA's tile without a tail: the distance between tiles of a group."""
         return self.wgmma_n if self.swap_ab else self.wgmma_m
 
-    @told
+    @kernel_field
     def most_tokens(self) -> int:
         """Tokens of a CTA's tile: the last one of a group has the tail, too."""
         return self.tile_tokens + self.tail
 
-    @told
+    @kernel_field
     def tile_weights(self) -> int:
         return self.wgmma_m if self.swap_ab else self.wgmma_n
 
-    @told
+    @kernel_field
     def outputs(self) -> int:
         """Values that a CTA's tile computes for each token."""
         return self.tile_weights // (2 if self.gate_up else 1)
@@ -142,17 +142,17 @@ class GemmConfig:
         pieces = [self.tile_weights - rest, *(1 << i for i in range(6, -1, -1) if rest >> i & 1)]
         return [x for x in pieces if x]
 
-    @told
+    @kernel_field
     def num_weight_pieces(self) -> int:
         """How many pieces there are; each is one TMA load of a k-block."""
         return len(self.weight_pieces)
 
-    @told
+    @kernel_field
     def weight_scales(self) -> int:
         """Scales of a tile's weights in a k-block: no piece but the first has more than one."""
         return sum(ceil_div(x, BLOCK) for x in self.weight_pieces)
 
-    @told
+    @kernel_field
     def begins_anywhere(self) -> bool:
         """Whether a tile may begin at any token.
 
@@ -161,7 +161,7 @@ class GemmConfig:
         """
         return self.grouped and not self.swap_ab
 
-    @told
+    @kernel_field
     def num_token_boxes(self) -> int:
         """How many boxes a tile chooses from: 64 tokens, 128, ..., the last with the tail."""
         return self.math_warpgroups if self.begins_anywhere or self.halves_tiles else 1
@@ -169,14 +169,14 @@ class GemmConfig:
     def token_boxes(self, m: int) -> list[int]:
         """Tokens in one TMA load, for each box that the kernel may choose where a group ends.
 
-        They are no more than the m that there are, since TMA takes long for what is out of bounds.
-        The rest of such a tile is what shared memory happens to hold; nothing of it is stored.
+        A box has at most m tokens, since TMA takes long for what is out of bounds. The rest of such
+        a tile is what shared memory happens to hold; nothing of it is stored.
         """
         tokens, boxes = self.most_tokens, self.num_token_boxes
         sizes = [min(64 * i, tokens) for i in range(1, boxes + 1)] if boxes > 1 else [tokens]
         return [x // 2 if self.multicast > 1 else min(m, x) for x in sizes]
 
-    @told
+    @kernel_field
     def token_scales(self) -> int:
         """Scales in one row of their box, which may begin up to three tokens before the tile."""
         return self.most_tokens + (4 if self.begins_anywhere else 0)
@@ -187,31 +187,31 @@ class GemmConfig:
         return last if self.begins_anywhere else round_up_to_tma(last, 4)
 
     def stage_bytes(self, token_box: int) -> int:
-        """What TMA writes in one stage: both operands, and the scales of the tokens."""
+        """The bytes that TMA writes in one stage: both operands, and the scales of the tokens."""
         operands = (token_box * self.multicast + self.tile_weights) * BLOCK
         return self.k_blocks_per_stage * (operands + self.token_scales * 4)
 
     # ---- Stores ----
 
-    @told
+    @kernel_field
     def slice_owners(self) -> int:
-        """CTAs that get a slice of the sums of a divided K: as many as get equal slices."""
+        """CTAs that add up a slice each, if CTAs divide K: as many as can have equal slices."""
         groups = self.wgmma_n // 8
         return max(x for x in range(1, self.split_k + 1) if groups % x == 0)
 
-    @told
+    @kernel_field
     def store_n(self) -> int:
-        """Columns that are stored at once: of a part, or of such a slice."""
+        """Columns that are stored at once: those of a part, or of the slice of an owner."""
         return self.wgmma_n // (1 if self.stacked else self.parts * self.slice_owners)
 
-    @told
+    @kernel_field
     def store_box_weights(self) -> int:
         """Weights in one TMA store of d."""
         if self.gate_up:
             return self.outputs
         return 64 if self.swap_ab else gcd(self.store_n, 64)
 
-    @told
+    @kernel_field
     def store_box_tokens(self) -> int:
         return self.store_n if self.swap_ab else 64
 
@@ -230,7 +230,7 @@ class GemmConfig:
             return (self.wgmma_n * self.parts + products) // 2
         return self.wgmma_n // 2 + products // self.parts // 2
 
-    @told
+    @kernel_field
     def shared_bytes(self) -> int:
         """The size of `Shared<C>` in pipeline.cuh; the kernel asserts that they agree."""
         stage = self.stages * self.k_blocks_per_stage
@@ -240,9 +240,9 @@ class GemmConfig:
         if self.gate_up:
             output = self.most_tokens * self.outputs
         if self.shares_scale_with_peer:
-            of_columns = self.wgmma_n if self.stacked else self.tail
-            of_rows = 0 if self.stacked else self.wgmma_m
-            magnitudes = 2 * (4 * (of_rows + BLOCK // 16 * of_columns) + 8 * self.math_warpgroups)
+            columns = self.wgmma_n if self.stacked else self.tail
+            rows = 0 if self.stacked else self.wgmma_m
+            magnitudes = 2 * (4 * (rows + BLOCK // 16 * columns) + 8 * self.math_warpgroups)
         inbox = self.math_warpgroups * 64 * self.store_n * 4 * (self.split_k - 1)
         scales = self.stages * round_up(self.k_blocks_per_stage * self.token_scales * 4, 128)
         scales += self.stages * round_up(self.k_blocks_per_stage * self.weight_scales * 4, 16)
@@ -268,20 +268,18 @@ class GemmConfig:
     def kernel_name(self, bias: str, group_layout: GroupLayout | None = None) -> str:
         """bias: the name of a value of `Bias` in config.cuh."""
         layout = group_layout.value if group_layout else "kDense"
-        facts = {x.name: getattr(self, x.name) for x in fields(self)}
-        facts |= {"bias": f"Bias::{bias}", "group_layout": f"GroupLayout::{layout}"}
-        facts |= {
-            name: getattr(self, name) for name, x in vars(GemmConfig).items() if type(x) is told
-        }
-        listed = (f".{name} = {in_cpp(value)}" for name, value in facts.items())
-        return f"gemm_kernel<GemmConfig{{{', '.join(listed)}}}>"
+        members = {x.name: getattr(self, x.name) for x in fields(self)}
+        members |= {"bias": f"Bias::{bias}", "group_layout": f"GroupLayout::{layout}"}
+        derived = [name for name, x in vars(GemmConfig).items() if type(x) is kernel_field]
+        members |= {name: getattr(self, name) for name in derived}
+        initializers = (f".{name} = {in_cpp(value)}" for name, value in members.items())
+        return f"gemm_kernel<GemmConfig{{{', '.join(initializers)}}}>"
 
 
 def in_cpp(value: bool | int | str) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-@lru_cache(4096)
 @lru_cache(4096)
 def with_most_stages(config: GemmConfig) -> GemmConfig:
     """`config` with as many stages as shared memory holds, 16 at most; 0 if it holds none."""
@@ -320,9 +318,9 @@ def is_possible(config: GemmConfig, k: int) -> bool:
 
 
 def usable_ctas(config: GemmConfig, num_sms: int, all_sms: bool) -> int:
-    """How many CTAs run at once. A cluster lies within one GPC: larger ones leave SMs idle.
+    """How many CTAs run at once. A cluster stays within one GPC: larger ones leave SMs idle.
 
-    Where some SMs of the GPU are to stay idle, each CTA may land on an SM of its own.
+    Where some SMs of the GPU have to stay idle, each CTA may get an SM of its own.
     """
     if config.cluster > 2:
         num_sms = num_sms * 7 // 8
@@ -333,8 +331,8 @@ def usable_ctas(config: GemmConfig, num_sms: int, all_sms: bool) -> int:
 def num_whole_tiles(config: GemmConfig, num_tiles: int, clusters: int) -> int:
     """How many of a dense GEMM's tiles are not halved, if `clusters` walk over them.
 
-    Those of the last wave are, if it has room for all their halves: it takes less time then, which
-    counts for little behind many waves.
+    Tiles of the last wave are halved if the wave has room for all halves. It takes less time then,
+    which counts for little after many waves.
     """
     waves, rest = divmod(num_tiles, clusters)
     is_halved = config.halves_tiles and 0 < waves < _MOST_WAVES and 2 * rest <= clusters

@@ -46,7 +46,7 @@ def block_scaled_matmul(
 
 
 class DenseInputs(NamedTuple):
-    """What `fp8_gemm_nt` takes, with its pairs unpacked.
+    """The arguments of `fp8_gemm_nt`, with its pairs unpacked.
 
     batch_invariant: a row of d has the same bits whatever M is.
     """
@@ -80,7 +80,7 @@ def _body(inputs: DenseInputs) -> None:
 def launch_dense(
     inputs: DenseInputs, *, programmatic: bool = False, d_is_padded: bool = False
 ) -> None:
-    """`fp8_gemm_nt` on a Hopper GPU; the options are those of `GemmCall`."""
+    """`fp8_gemm_nt` on a Hopper GPU; options as in `GemmCall`."""
 
     def describe() -> GemmCall:
         return GemmCall(
@@ -93,8 +93,8 @@ def launch_dense(
             batch_invariant=batch_invariant,
         )
 
-    *given, batch_invariant = inputs
-    tensors = [x for x in given if x is not None]
+    *optional, batch_invariant = inputs
+    tensors = [x for x in optional if x is not None]
     launch_gemm(tensors, (_OP, programmatic, d_is_padded, batch_invariant), describe)
 
 

@@ -63,7 +63,7 @@ def _segments_of_offsets(expert_offsets: torch.Tensor, num_rows: int) -> list[Se
 
 
 class ContiguousInputs(NamedTuple):
-    """What `m_grouped_fp8_gemm_nt_contiguous` takes, with its pairs unpacked."""
+    """The arguments of `m_grouped_fp8_gemm_nt_contiguous`, with its pairs unpacked."""
 
     a: torch.Tensor
     a_scale_inv: torch.Tensor
@@ -107,9 +107,9 @@ def _contiguous(inputs: ContiguousInputs) -> None:
 
 
 def finds_segments(num_rows: int, num_groups: int) -> bool:
-    """Whether a kernel finds the segments of so many rows of `grouped_layout` before the GEMM.
+    """Whether a kernel finds the segments of `grouped_layout` [num_rows] before the GEMM.
 
-    It takes as long as a launch does, and gains where groups have more than a block of rows; the
+    That takes as long as a launch does, and pays where groups have more than a block of rows; the
     numbers come from timings on an H100, see docs/design/grouped.md.
     """
     return num_rows >= max(2048, 160 * num_groups)
@@ -137,7 +137,7 @@ def _launch_contiguous(inputs: ContiguousInputs) -> None:
 
 
 class MaskedInputs(NamedTuple):
-    """What `m_grouped_fp8_gemm_nt_masked` takes, with its pairs unpacked."""
+    """The arguments of `m_grouped_fp8_gemm_nt_masked`, with its pairs unpacked."""
 
     a: torch.Tensor
     a_scale_inv: torch.Tensor
@@ -151,9 +151,9 @@ class MaskedInputs(NamedTuple):
 def _check_masked(inputs: MaskedInputs) -> None:
     *operands, masked_m, _ = inputs  # expected_m may be anything
     check_operands(_MASKED, Operands(*operands), (3, 3), masked_m=masked_m)
-    num_groups, g_of_b = len(inputs.a), len(inputs.b)
-    if num_groups != g_of_b:
-        raise ValueError(f"{_MASKED}: G must be equal in a and b, got {num_groups} and {g_of_b}")
+    num_groups, b_groups = len(inputs.a), len(inputs.b)
+    if num_groups != b_groups:
+        raise ValueError(f"{_MASKED}: G must be equal in a and b, got {num_groups} and {b_groups}")
     check_tensor(_MASKED, "masked_m", masked_m, (torch.int32,), 1)
     check_shape(_MASKED, "masked_m", masked_m, [num_groups], "[G]")
 
@@ -168,8 +168,8 @@ def _masked(inputs: MaskedInputs) -> None:
                 f"{_MASKED}: masked_m must be in [0, max_m] = [0, {max_m}], got {m} for group "
                 f"{group}"
             )
-    for group, (m, a, a_scale_inv, *of_b) in enumerate(zip(counts, *operands, strict=True)):
-        d[group, :m] = block_scaled_matmul(a[:m], a_scale_inv[:m], *of_b)
+    for group, (m, a, a_scale_inv, *weights) in enumerate(zip(counts, *operands, strict=True)):
+        d[group, :m] = block_scaled_matmul(a[:m], a_scale_inv[:m], *weights)
 
 
 def _launch_masked(inputs: MaskedInputs) -> None:

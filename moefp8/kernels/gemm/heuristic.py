@@ -19,7 +19,7 @@ from .config import GemmConfig, is_possible, num_whole_tiles, usable_ctas, with_
 
 
 def candidates(m: int) -> Iterator[GemmConfig]:
-    """What has been the best for some shape, or near it. `stages` is left open."""
+    """The configs that were the best for some shape, or near it. `stages` is left open."""
     config = partial(GemmConfig, stages=0)
     deep, buffered = partial(config, k_blocks_per_stage=2), partial(config, num_product_buffers=2)
     splits = (1, 2) if m <= 512 else (1,)
@@ -75,20 +75,20 @@ class Rates(NamedTuple):
     """Constants of the estimate, fitted to timings. Cycles, unless they say otherwise.
 
     Attributes:
-        products, shared_memory: how much counts of what the tensor cores need for a k-block, and of
-            what shared memory does.
+        products, shared_memory: factors of the time that the tensor cores and shared memory need
+            for a k-block.
         more_pieces: for each piece of a tile's weights but the first, in a k-block.
-        two_buffers: of a stage where two product buffers overlap promotion with products.
-        least: what a warpgroup with one product buffer needs for a stage at least, for each column
+        two_buffers: factor of a stage where two product buffers overlap promotion with products.
+        least: the least time of a warpgroup with one product buffer for a stage, for each column
             of a k-block, each k-block and each part; least_of_two: with two buffers, for each
             k-block and the stage.
-        start: of a tile. store: for each column of the last one.
-        clock: in MHz; long: of the time above 300 us, with one product buffer.
-        memory, l2: bytes in a microsecond. unaligned: what a byte from the L2 cache counts where
-            128 does not divide K, since a row of a box then lies in two of its lines.
-        ramp: microseconds. overlap: how much counts of the shorter of products and memory.
-        split_k: microseconds of more than one CTA, of each further one, and of each of a tile's
-            numbers that is given away.
+        start: of a tile. store: for each column of the last tile.
+        clock: in MHz; long: factor of a time above 300 us, with one product buffer.
+        memory, l2: bytes in a microsecond. unaligned: factor of bytes from the L2 cache where 128
+            does not divide K, since a row of a box is then in two of its lines.
+        ramp: microseconds. overlap: factor of the shorter of products and memory.
+        split_k: microseconds for more than one CTA, for each further one, and for each number of a
+            tile that goes to another CTA.
     """
 
     products: float
@@ -148,7 +148,7 @@ _MANY = Rates(
 )
 
 
-# Half a tile takes so much of a whole one's time along K, and more for each piece of the weights.
+# The time along K of half a tile, as a share of a whole one's, and more for each piece of weights.
 _HALF = 0.657, 0.06
 
 
@@ -188,39 +188,39 @@ def _estimate_us(
     depth = config.k_blocks_per_stage
     stage = on_sm * depth * k_block
     if config.num_product_buffers == 2:
-        each, fixed = rates.least_of_two
-        stage = max(rates.two_buffers * stage, each * depth + fixed)
+        per_k_block, fixed = rates.least_of_two
+        stage = max(rates.two_buffers * stage, per_k_block * depth + fixed)
     else:  # a warpgroup's products and what it does before its next ones may take longer
-        of_column, each, of_part = rates.least
-        least = (of_column * config.wgmma_n + each) * depth + of_part * config.parts
+        per_column, per_k_block, per_part = rates.least
+        least = (per_column * config.wgmma_n + per_k_block) * depth + per_part * config.parts
         stage = max(stage, least)
     waves, halves = ceil_div(num_ctas, at_once), 0
     if (whole := num_whole_tiles(config, num_tiles, at_once // config.cluster)) < num_tiles:
         waves, halves = whole // at_once, 1
-    of_half = _HALF[0] + _HALF[1] * config.num_weight_pieces
-    compute = (waves + halves) * rates.start + (waves + halves * of_half) * num_stages * stage
+    half_tile = _HALF[0] + _HALF[1] * config.num_weight_pieces
+    compute = (waves + halves) * rates.start + (waves + halves * half_tile) * num_stages * stage
     compute += rates.store * config.wgmma_n
     compute /= rates.clock
     if compute > 300 and config.num_product_buffers == 1:
         compute *= rates.long
     # Bytes from memory to the GPU, and from the L2 cache to all SMs.
-    of_a_byte = rates.unaligned if k % BLOCK else 1.0
-    into_sms = num_ctas * num_stages * depth * BLOCK * loaded * of_a_byte
+    byte_factor = rates.unaligned if k % BLOCK else 1.0
+    into_sms = num_ctas * num_stages * depth * BLOCK * loaded * byte_factor
     memory = max(num_bytes / rates.memory, into_sms / rates.l2)
     result = rates.ramp + max(compute, memory) + rates.overlap * min(compute, memory)
     if config.split_k > 1:
-        once, each, of_number = rates.split_k
-        given = area * (1 - 1 / config.split_k)
-        result += once + each * (config.split_k - 1) + of_number * given
+        once, per_cta, per_number = rates.split_k
+        sent = area * (1 - 1 / config.split_k)
+        result += once + per_cta * (config.split_k - 1) + per_number * sent
     return result
 
 
 def deciding_size(m: int) -> int:
-    """The M that decides for m, and for all M above the deciding size before it.
+    """The M whose config m gets, as do all M above the previous deciding size.
 
-    They are few, so that all kernels that a weight can need can be listed, and compiled ahead. Up
-    to 8192, such an M takes no more tiles of 64, 128 or 192 tokens than m does, and up to 16384 no
-    more tiles of 128: one more may be the only one of its wave.
+    Deciding sizes are few, so that all kernels that a weight may need can be listed, and compiled
+    ahead. Up to 8192, such an M takes no more tiles of 64, 128 or 192 tokens than m does, and up to
+    16384 no more tiles of 128: one more could be the only one of its wave.
     """
     return round_up(m, 8) if m <= 128 else round_up(m, max(64, 1 << (m.bit_length() - 7)))
 
@@ -253,11 +253,11 @@ def _choose_config(
     return min(possible, key=lambda config: estimate_us(config, m, n, k, num_sms, all_sms))
 
 
-# Up to so many tokens in a group, on average, they are WGMMA's columns.
+# Up to this many tokens in a group, on average, tokens are WGMMA's columns.
 FEW_TOKENS = 16
-# Tiles hold so many times the average: what is left over costs less than taller tiles would.
+# Tiles hold this many times the average: the tokens left over cost less than taller tiles would.
 PEAK_LOAD = 1.2
-# From so many products of one group, or of several groups, the power limit counts. Tiles of 192,
+# From this many products of one group, or of several groups, the power limit counts. Tiles of 192,
 # whose tokens two CTAs share, then save power, because they ask less of the L2 cache; with fewer
 # tokens, too much of their last tiles is empty, and a single group has no tile counter.
 _MANY_PRODUCTS, _MANY_TOKENS = 4e11, 1280
@@ -265,7 +265,7 @@ _MANY_OF_ALL, _MANY_TOKENS_OF_EACH = 1e11, 384
 # With more tokens in a group, tiles have 128: loads are seldom even, and in tiles of 64 a group of
 # many reads its weights twice as often. They cost even loads 1 %, and gain uneven ones up to 12 %.
 _FLAT_TOKENS = 30
-# So many waves of tiles of 256 weights leave few SMs idle at the end.
+# This many waves of tiles of 256 weights leave few SMs idle at the end.
 _WIDE_WAVES = 5
 _LOADS = 0.7, 0.85, 1.0, 1.15, 1.3  # loads of groups whose average is 1
 
@@ -318,7 +318,7 @@ def choose_grouped_config(
             grouped(64, 64, k_blocks_per_stage=2, num_product_buffers=2),
         )
         candidates += [flat, tall, *narrow]
-    # The estimate leaves out that in later waves each tile reads its weights anew.
+    # The estimate leaves out that in later waves each tile reads its weights again.
     elif limit <= 64 or tokens <= _FLAT_TOKENS:
         candidates = [flat]
     elif min(PEAK_LOAD * tokens, limit) <= 128:

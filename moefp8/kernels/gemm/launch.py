@@ -22,14 +22,14 @@ _L2_BYTES = 24 << 20  # of tokens that the L2 cache holds while weights stream p
 
 
 class GroupsOfTokens(NamedTuple):
-    """What a grouped GEMM knows of its groups beforehand.
+    """The groups of a grouped GEMM, as far as the host knows them.
 
-    layout: what tells which tokens are of which group. bounds: that, int32.
-    num_groups: G. num_segments: how many runs of tokens have one group each, at most.
+    layout: what says which group a token belongs to. bounds: the int32 tensor that says it.
+    num_groups: G. num_segments: the most runs of tokens that may have one group each.
     expected_tiles: how many tiles of tokens a group has, if the first tiles may be guessed from
         that, see `prefetch_expected` in producer.cuh; else 0.
     bounds_ready: whether the bounds are older than the step before the GEMM.
-    tile_counter: an int, zero at first, that clusters take tiles from; None: each has its own.
+    tile_counter: an int, zero at first, from which clusters take tiles; None: each has its own.
     """
 
     layout: GroupLayout
@@ -42,13 +42,13 @@ class GroupsOfTokens(NamedTuple):
 
 
 class GateUp(NamedTuple):
-    """What `config.gate_up` takes: the other half of the weights, SwiGLU, and quantization.
+    """The arguments for `config.gate_up`: the other half of the weights, SwiGLU, and quantization.
 
     up: codes and scales with the layouts of gate's, which are b.
-    limit: that of `swiglu`; infinite if there is none.
+    limit: as in `swiglu`; infinite if there is none.
     d_scale_inv: the scales of d, fp32 [..., M, ceil(N/128)], M innermost.
-    saved: bf16 [M, 2, N], gate and up of each token, in rows that are round_up(N, 8) apart; only
-        if `config.saves_gate_up`.
+    saved: bf16 [M, 2, N], gate and up of each token, with a row pitch of round_up(N, 8); only if
+        `config.saves_gate_up`.
     """
 
     up: Codes
@@ -86,9 +86,9 @@ def describe_gemm(
 ) -> None:
     """One step that writes d.
 
-    TMA must be able to address a, the scales of a, b and d. Those of a grouped GEMM have three
-    dimensions. If `config.gate_up`, b is gate's and d is E4M3. Weights, bias and bounds that are
-    ready are read early.
+    TMA must be able to address a, the scales of a, b and d, which have three dimensions in a
+    grouped GEMM. If `config.gate_up`, b is gate's and d is E4M3. It reads weights, the bias, and
+    bounds that are ready early.
 
     tokens: about how many tokens a group has.
     bias: [N], contiguous.
@@ -106,7 +106,7 @@ def describe_gemm(
     weights = [b.data] * len(config.weight_pieces)
     if gate_up is not None:
         weights = [b.data, gate_up.up.data]
-    # A box has 128 bytes of each row. Where memory is what counts, the L2 cache fetches no more.
+    # A box has 128 bytes of each row. Where memory limits the speed, the L2 cache fetches no more.
     l2_bytes = 128 if tokens <= 64 else 256
     scale_box = config.token_scales, config.k_blocks_per_stage
     pieces = zip(weights, config.weight_pieces, strict=True)
@@ -194,7 +194,7 @@ def most_token_tiles(config: GemmConfig, groups: GroupsOfTokens | None, m: int) 
 
 
 def num_clusters(config: GemmConfig, token_tiles: int, n: int, sms: Sms) -> int:
-    """One cluster for each tile if CTAs divide K; else as many as run at a time, which walk."""
+    """One cluster for each tile if CTAs divide K; else as many as run at a time, for all tiles."""
     num_tiles = token_tiles * config.weight_tiles(n)
     if config.split_k > 1:
         return num_tiles
@@ -227,8 +227,8 @@ def band(config: GemmConfig, m: int, k: int) -> int:
     2048 where tiles have 256 weights. They are 128 at most: the kernel divides by multiplying,
     which is exact while band^2 * num_col_tiles <= 2^33.
 
-    In a grouped GEMM they are of one group, 16 at most, and two or more: those read the same
-    weights at about the same time.
+    In a grouped GEMM they are 2 to 16 tiles of one group, which read the same weights at about the
+    same time.
     """
     tokens, weights = config.tile
     if config.grouped:

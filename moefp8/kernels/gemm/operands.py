@@ -19,7 +19,7 @@ from ..common.tma_operands import empty_fitting, fits, fitting
 
 Operand = tuple[torch.Tensor, torch.Tensor]  # (data, scale_inv)
 
-_MAX_SIZE = 2**31 - 2**10  # coordinates are int, also those of the last tile's end
+_MAX_SIZE = 2**31 - 2**10  # coordinates are ints, also at the end of the last tile
 
 
 class Operands(NamedTuple):
@@ -42,8 +42,8 @@ def check_operands(
     """
     check_same_device(op, **operands._asdict(), **others)
     fp8, fp32, bf16 = (E4M3,), (torch.float32,), (torch.bfloat16,)
-    of_a, of_b = ndims
-    expected = ((fp8, of_a), (fp32, of_a), (fp8, of_b), (fp32, of_b), (bf16, of_a))
+    a_ndim, b_ndim = ndims
+    expected = ((fp8, a_ndim), (fp32, a_ndim), (fp8, b_ndim), (fp32, b_ndim), (bf16, a_ndim))
     for (name, x), (dtypes, ndim) in zip(operands._asdict().items(), expected, strict=True):
         check_tensor(op, name, x, dtypes, ndim)
     a, a_scale_inv, b, b_scale_inv, d = operands
@@ -51,12 +51,12 @@ def check_operands(
     *b_groups, n, b_k = b.shape
     if k != b_k:
         raise ValueError(f"{op}: K must be equal in a and b, got {k} and {b_k}")
-    g_of_a, g_of_b = ("G, " if groups else "" for groups in (a_groups, b_groups))
+    a_prefix, b_prefix = ("G, " if groups else "" for groups in (a_groups, b_groups))
     shape = [*a_groups, m, num_blocks(k)]
-    check_shape(op, "a_scale_inv", a_scale_inv, shape, f"[{g_of_a}M, ceil(K/128)]")
+    check_shape(op, "a_scale_inv", a_scale_inv, shape, f"[{a_prefix}M, ceil(K/128)]")
     shape = [*b_groups, num_blocks(n), num_blocks(k)]
-    check_shape(op, "b_scale_inv", b_scale_inv, shape, f"[{g_of_b}ceil(N/128), ceil(K/128)]")
-    check_shape(op, "d", d, [*a_groups, m, n], f"[{g_of_a}M, N]")
+    check_shape(op, "b_scale_inv", b_scale_inv, shape, f"[{b_prefix}ceil(N/128), ceil(K/128)]")
+    check_shape(op, "d", d, [*a_groups, m, n], f"[{a_prefix}M, N]")
     for name, x in (("a", a), ("b", b), ("d", d)):
         check_rows_contiguous(op, name, x)
     check_not_expanded(op, "d", d)
@@ -74,10 +74,10 @@ def check_sizes(op: str, m: int, n: int, k: int) -> None:
 
 
 def fitting_operands(operands: Operands, d_is_padded: bool, *, keep_d: bool) -> Operands:
-    """Each operand, or a copy in memory that TMA can address; that of d is unset unless keep_d.
+    """Each operand, or a copy in memory that TMA can address; a copy of d is unset unless keep_d.
 
-    Scales of activations lie as `empty_tma_aligned` says. `a` from `quantize_1x128` is copied if
-    16 does not divide K, `d` if 8 does not divide N. keep_d: some of d will not be written.
+    Copied scales of activations have the layout of `empty_tma_aligned`. `a` from `quantize_1x128`
+    is copied if 16 does not divide K, `d` if 8 does not divide N. keep_d: not all of d is written.
     """
     a, a_scale_inv, b, b_scale_inv, d = operands
     if not fits(a_scale_inv.mT):

@@ -1,4 +1,4 @@
-"""Describe `segments.cu`: which of R rows that lie side by side are of one group."""
+"""Describe `segments.cu`: a list of the segments of R rows, each a run of rows of one group."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from ..program import Place, Record
 
 SOURCE = Path(__file__).with_name("segments.cu")
 _ENTRY_BYTES = 16
-ZERO_OF_LIST = 4  # bytes from its beginning to an int that is zero, for a tile counter
+ZERO_OF_LIST = 4  # bytes from the beginning of the list to an int that is zero: a tile counter
 _THREADS = 1024
 
 

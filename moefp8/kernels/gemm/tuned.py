@@ -1,8 +1,8 @@
 """Which configuration a GEMM runs with: one measured on this GPU, else the heuristic's.
 
-`python -m moefp8 bench --tune` measures; what it finds lies beside the compiled kernels, in a file
-for each kind of GPU, and serves the processes that start after that. A measured choice holds for
-the sizes that were measured, and between two of them that agree.
+`python -m moefp8 bench --tune` measures, and writes a file beside the compiled kernels, one for
+each kind of GPU. Processes that start later read it. A measured choice holds for the sizes that
+were measured, and between two of them that agree.
 """
 
 import hashlib
@@ -42,8 +42,8 @@ class Dense(NamedTuple):
 class Experts(NamedTuple):
     """E routed experts, k choices for each token, in the contiguous layout.
 
-    num_global_experts: how many the whole model has, if these are one rank's; to these rows come
-        that another layer of E experts does not have. None: these are all.
+    num_global_experts: how many the whole model has, if these are one rank's, which get other
+        numbers of rows than a whole model of E experts. None: these are all.
     """
 
     num_experts: int
@@ -85,7 +85,7 @@ NOTHING = Table()
 
 @dataclass(frozen=True)
 class ConfigSource:
-    """num_sms of all_sms SMs may be busy. The table is of GEMMs on all of them."""
+    """Chooses configs where num_sms of all_sms SMs may be busy. The table is for all of them."""
 
     num_sms: int
     all_sms: int
@@ -112,7 +112,7 @@ def config_source_of(device_index: int) -> ConfigSource:
 
 
 def dense_config(r: Record, m: int, n: int, k: int, batch_invariant: bool) -> GemmConfig:
-    """The config of a description for d [M, N], as `ConfigSource.dense`; it holds for some M."""
+    """`ConfigSource.dense` in a description, which also says up to which M the config holds."""
     configs = r.target.configs
     config = configs.dense(m, n, k, batch_invariant)
 
@@ -126,8 +126,8 @@ def dense_config(r: Record, m: int, n: int, k: int, batch_invariant: bool) -> Ge
     return config
 
 
-DEFAULT_SMS = 132  # H100 SXM, H200 and GH200 have so many; an H100 PCIe has 114, an H20 78
-# What a record is described for where no GPU is meant.
+DEFAULT_SMS = 132  # as an H100 SXM, H200 and GH200 have; an H100 PCIe has 114, an H20 78
+# The target of a record that is for no GPU in particular.
 ANY_TARGET = Target(ARCHITECTURE, DEFAULT_SMS, ConfigSource(DEFAULT_SMS, DEFAULT_SMS))
 
 
@@ -140,20 +140,20 @@ def target_of(device_index: int) -> Target:
 # ---- The file ----
 
 BROKEN = (OSError, ValueError)
-# The digest of these sources, and what it was while comments counted. Tables that were stored then
-# are adopted, until a kernel changes: then both are to be deleted.
+# The digest of these sources, and one that covers comments, too. Tables under the latter are
+# adopted until a kernel changes; then delete both.
 _DIGEST, _FORMER_DIGEST = "d3d8678c1c8b", "2e75b2e110fd"
 
 
 @cache
 def measured(device_index: int) -> Table:
-    """What was measured on such a GPU, as the file said when it was first asked for."""
+    """What was measured on this kind of GPU, as the file said when it was first read."""
     try:
         return stored(device_index)
     except BROKEN as error:
         warnings.warn(
             f"moefp8: {file_name(device_index)} in the cache folder cannot be used ({error}), so "
-            "the heuristic chooses; `python -m moefp8 bench --tune` writes it anew",
+            "the heuristic chooses; `python -m moefp8 bench --tune` writes it again",
             UserWarning,
             stacklevel=2,
         )
@@ -161,24 +161,24 @@ def measured(device_index: int) -> Table:
 
 
 def stored(device_index: int) -> Table:
-    """Read what tuning/keep.py wrote: a checksum, then what it is of. Raises one of `BROKEN`."""
+    """Read what tuning/keep.py wrote: a checksum, then the table. Raises one of `BROKEN`."""
     name = file_name(device_index)
     data = read_beside_kernels(name)
     if data is None:
         data = _adopt(name, name.replace(_DIGEST, _FORMER_DIGEST))
     if data is None:
         return NOTHING
-    told, _, table = data.partition(b"\n")
-    if told != checksum(table):
+    expected, _, table = data.partition(b"\n")
+    if expected != checksum(table):
         raise ValueError("its checksum does not hold")
     return _table_from(json.loads(table))
 
 
 def _adopt(name: str, former_name: str) -> bytes | None:
-    """The file of the former name, which is stored under this one from now on."""
+    """The file of the former name, which is then stored under `name`, too."""
     data = read_beside_kernels(former_name)
     if data is not None:
-        with suppress(OSError):  # of a folder that is read-only, the former file serves on
+        with suppress(OSError):  # a read-only folder keeps the former file alone
             write_beside_kernels(name, data)
     return data
 
@@ -188,26 +188,26 @@ def checksum(data: bytes) -> bytes:
 
 
 def file_name(device_index: int) -> str:
-    """A name for this kind of GPU and the kernels as they are: others would have other times.
+    """A name for this kind of GPU and these kernels, since others have other times.
 
     Comments and blank space are no part of a kernel.
     """
     if not torch.cuda.is_available():
         return "tuned-without-gpu.txt"
-    of = torch.cuda.get_device_properties(device_index)
-    gpu = "".join(c if c.isalnum() else "-" for c in of.name).lower()
+    properties = torch.cuda.get_device_properties(device_index)
+    gpu = "".join(c if c.isalnum() else "-" for c in properties.name).lower()
     digest = checksum(source_digest(SOURCE).encode()).decode()[:12]
-    return f"tuned-{gpu}-{of.multi_processor_count}-{digest}.txt"
+    return f"tuned-{gpu}-{properties.multi_processor_count}-{digest}.txt"
 
 
 def _table_from(data: Iterable[Mapping[str, Any]]) -> Table:
-    found: dict[Layer, Mapping[int, Config | None]] = {}
+    configs: dict[Layer, Mapping[int, Config | None]] = {}
     for entry in data:
-        of: Any = {"dense": Dense, "experts": Experts}[entry["layer"]]
-        of_sizes = {int(size): _config(x) for size, x in entry["tokens"].items()}
-        layer = of(**{name: entry[name] for name in of._fields if name in entry})
-        found[layer] = dict(sorted(of_sizes.items()))
-    return Table(found)
+        kind: Any = {"dense": Dense, "experts": Experts}[entry["layer"]]
+        by_size = {int(size): _config(x) for size, x in entry["tokens"].items()}
+        layer = kind(**{name: entry[name] for name in kind._fields if name in entry})
+        configs[layer] = dict(sorted(by_size.items()))
+    return Table(configs)
 
 
 def _config(data: Any) -> Any:

@@ -1,6 +1,6 @@
 """The ctypes class of a struct that a kernel takes, read from the kernel's source.
 
-So a kernel's arguments are declared once, in its .cu. What the reader understands is little, and it
+So a kernel's arguments are declared once, in its .cu. The reader understands what follows, and
 refuses the rest:
 
     struct Arguments {
@@ -87,7 +87,7 @@ def struct_of(source: Path, name: str = "Arguments") -> type[Struct]:
 
 
 def offset_of(struct: type[ctypes.Structure], field: str) -> int:
-    """Where a field begins, in bytes from the beginning of the struct."""
+    """The offset of a field in the struct, in bytes."""
     offset: int = getattr(struct, field).offset
     return offset
 
@@ -110,7 +110,7 @@ def _members(source: Path, name: str) -> Iterator[str]:
 
 
 def _bodies(source: Path, name: str) -> list[str]:
-    """What stands between the braces of each `struct name`, with `{};` for braces within."""
+    """The text between the braces of each `struct name`, with `{};` for braces within."""
     bodies, text = list[str](), _text(source)
     for match in re.finditer(rf"struct\s+{name}\b([^;{{]*)\{{", text):
         before = text[: match.start()].rstrip()
@@ -143,16 +143,16 @@ def _class_of(source: Path, kind: str, where: str) -> Any:
 def _number(source: Path, count: str) -> int:
     if count.isdigit():
         return int(count)
-    found = re.findall(rf"\bconstexpr\s+int\s+{count}\s*=\s*(\d+)\s*;", _text(source))
-    if len(found) != 1:
+    numbers = re.findall(rf"\bconstexpr\s+int\s+{count}\s*=\s*(\d+)\s*;", _text(source))
+    if len(numbers) != 1:
         raise ValueError(
             f"{source.name}: [{count}]: `constexpr int {count} = ` a number must be there once, "
-            f"found {len(found)}"
+            f"found {len(numbers)}"
         )
-    return int(found[0])
+    return int(numbers[0])
 
 
-@lru_cache(4)  # one struct after another is read from the same sources
+@lru_cache(4)  # several structs are read from the same sources, one after another
 def _text(source: Path) -> str:
     """All files of a source, without comments, and with empty strings."""
     text = "\n".join(map(without_comments, files_of(source).values()))

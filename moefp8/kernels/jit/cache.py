@@ -1,9 +1,9 @@
 """Compiled kernels, kept in memory and in the user's cache folder.
 
-A kernel is one file, named by its key and checked by a checksum; it is code that we run, so nobody
-else may write to the folder. One atomic rename publishes it, so readers see all of it or nothing,
-and whoever is second replaces it by the same bytes. The lock of a kernel only saves work: processes
-that cannot have it compile the same kernel and publish the same entry.
+A kernel is one file, named by its key and checked by a checksum. It is code that we run, so no
+other user may write to the folder. One atomic rename publishes it, so readers see all of it or
+nothing, and a second writer replaces it by the same bytes. The lock of a kernel only saves work:
+processes that cannot have it compile the same kernel and publish the same entry.
 """
 
 import itertools
@@ -33,7 +33,7 @@ _WAY_OUT = "set MOEFP8_CACHE_DIR to a folder of your own, on a disk with space"
 _MAX_BYTES = 1 << 30  # a kernel takes 60 KiB: this holds one version's kernels for many models
 
 _memory: Once[str, Cubin] = Once()
-_disk_fails = False  # then others cannot publish either, and to wait for them is in vain
+_disk_fails = False  # if so, other processes cannot publish either: do not wait for them
 _num_warned = itertools.count()  # next() is atomic
 
 
@@ -91,7 +91,7 @@ def _from_disk(key: str, build: Callable[[], Cubin]) -> Cubin:
     if cubin := _read(path, key):
         return cubin
     with _locked(path):
-        # Most often, whoever had the lock before has published it.
+        # Most often, the process that had the lock before has published it.
         return _read(path, key) or _build_and_publish(path, key, build)
 
 
@@ -112,24 +112,24 @@ def _build_and_publish(path: Path, key: str, build: Callable[[], Cubin]) -> Cubi
 
 def max_cache_bytes() -> int:
     """`MOEFP8_CACHE_MAX_BYTES`: the bound of all kernels on disk together; 0 means none."""
-    told = os.environ.get("MOEFP8_CACHE_MAX_BYTES", str(_MAX_BYTES))
-    if not re.fullmatch("[0-9]{1,20}", told):
-        short = told if len(told) <= 20 else f"{told[:20]}..."
+    text = os.environ.get("MOEFP8_CACHE_MAX_BYTES", str(_MAX_BYTES))
+    if not re.fullmatch("[0-9]{1,20}", text):
+        short = text if len(text) <= 20 else f"{text[:20]}..."
         raise JitError(f"MOEFP8_CACHE_MAX_BYTES must be a number of bytes, got {short!r}")
-    return int(told)
+    return int(text)
 
 
 def _entries(folder: Path) -> dict[Path, os.stat_result]:
     """The kernels on disk, which are not verified."""
-    found = {}
+    entries = {}
     for path in folder.glob("*.cubin"):
         with suppress(OSError):  # another process has just removed it
-            found[path] = path.stat()
-    return found
+            entries[path] = path.stat()
+    return entries
 
 
 def _forget_unused(kept: Path, max_bytes: int) -> None:
-    """Remove what was used longest ago until the rest is within the bound, but never `kept`."""
+    """Remove the kernels that were used longest ago until the rest fits; never remove `kept`."""
     if not max_bytes:
         return
     entries = _entries(kept.parent)
@@ -141,7 +141,7 @@ def _forget_unused(kept: Path, max_bytes: int) -> None:
 
 
 class CacheState(NamedTuple):
-    """folder: None if nothing says which. problem: why nothing can be kept there, or None."""
+    """folder: None if it is unknown. problem: why nothing can be kept there, or None."""
 
     folder: Path | None
     num_kernels: int
@@ -150,7 +150,7 @@ class CacheState(NamedTuple):
 
 
 def cache_state() -> CacheState:
-    """What the cache holds; no folder is made."""
+    """The contents of the cache. Makes no folder."""
     folder = None
     try:
         folder = cache_folder()
@@ -204,7 +204,7 @@ def _read(path: Path, key: str) -> Cubin | None:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Let one process at a time build an entry; or several, where no lock is to be had."""
+    """Let one process at a time build an entry; or several, if no lock can be had."""
     lock = path.with_name(f".{path.stem}.lock")
     descriptor = _wait_for(lock)
     if descriptor is None:
@@ -223,7 +223,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _wait_for(lock: Path) -> int | None:
-    """Wait for `try_lock`; None where no lock is to be had."""
+    """Wait for `try_lock`; None if no lock can be had."""
     if _disk_fails:
         return None
     end = time.monotonic() + _PATIENCE_S
@@ -244,6 +244,6 @@ def _warn(cause: str) -> None:
     if next(_num_warned) == 0:
         message = (
             "moefp8: compiled kernels cannot be kept on disk, so every process compiles them "
-            f"anew: {cause}; {_WAY_OUT}"
+            f"again: {cause}; {_WAY_OUT}"
         )
         warnings.warn(message, UserWarning, stacklevel=2)

@@ -1,4 +1,4 @@
-"""What a compiler takes and gives: a program; a compiled kernel, and its form on disk."""
+"""A compiler's input and output: a program; a compiled kernel, and its form on disk."""
 
 import hashlib
 import re
@@ -13,7 +13,7 @@ _PROBLEM = re.compile(
 
 
 class JitError(RuntimeError):
-    """A kernel cannot be compiled, loaded or launched; the message tells why and the way out."""
+    """A kernel cannot be compiled, loaded or launched; the message says why and the way out."""
 
 
 class CompileError(Exception):
@@ -38,9 +38,9 @@ class Cubin:
     log: str
 
     def problems(self) -> list[str]:
-        """Lines of the log that tell of spills, local arrays, serialised WGMMA, vain setmaxnreg.
+        """Lines of the log about spills, local arrays, serialised WGMMAs, ignored setmaxnregs.
 
-        They cost speed alone, so a user is not bothered; tests demand an empty list.
+        These cost only speed, so users do not see them; tests demand an empty list.
         """
         return [line.strip() for line in self.log.splitlines() if _PROBLEM.search(line)]
 

@@ -43,7 +43,7 @@ class Function:
         return f"{self.kernel} on cuda:{self.device_index}"
 
 
-class _OfThread(threading.local):
+class _ThreadState(threading.local):
     """The prepared launches of one thread."""
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class _OfThread(threading.local):
 
 
 class Driver(Libcuda):
-    """libcuda, what PyTorch knows of its GPUs, and what is loaded and prepared there.
+    """libcuda, PyTorch's state of its GPUs, and the functions and launches prepared there.
 
     max_prepared: how many prepared launches a thread keeps before it forgets all of them, so that
         shapes that come and go do not fill the memory.
@@ -65,7 +65,7 @@ class Driver(Libcuda):
         self._is_hopper: dict[int, bool] = {}
         self.num_losses = 0  # how many contexts were lost, with what was made in them
         self.max_sms: int | None = None  # how many SMs GEMMs may use; None: all
-        self._of_thread = _OfThread()
+        self._thread_state = _ThreadState()
 
     # ---- What PyTorch says ----
 
@@ -84,7 +84,7 @@ class Driver(Libcuda):
         return bool(torch._C._cuda_isCurrentStreamCapturing())
 
     def capture_id(self, device_index: int) -> int | None:
-        """Which capture that GPU's current stream is part of: no other one of this process has it.
+        """The number, unique in this process, of the capture of that GPU's current stream.
 
         None if the current GPU's stream is not being captured.
         """
@@ -103,8 +103,8 @@ class Driver(Libcuda):
     def allocate(self, num_bytes: int, stream: int) -> int:
         """The address of uninitialised memory on the current GPU, at a multiple of 256 bytes.
 
-        It comes from PyTorch's caching allocator, in a third of the time that a tensor takes, and
-        is for kernels on `stream` alone: once `free` has it, later ones there may get it.
+        It comes from PyTorch's caching allocator, in a third of the time that a tensor takes. Only
+        kernels on `stream` may use it: after `free`, later kernels there may get the same memory.
         """
         address: int = torch._C._cuda_cudaCachingAllocator_raw_alloc(num_bytes, stream)
         return address
@@ -122,18 +122,18 @@ class Driver(Libcuda):
 
     def runs_our_kernels(self, device_index: int) -> bool:
         """Whether that GPU is a Hopper: kernels for sm_90a run on nothing else. -1: no GPU."""
-        found = self._is_hopper.get(device_index)
-        if found is None:
+        is_hopper = self._is_hopper.get(device_index)
+        if is_hopper is None:
             # AMD's GPUs count otherwise, and have reached 9.
             is_nvidia = device_index >= 0 and torch.version.hip is None
-            found = is_nvidia and torch.cuda.get_device_capability(device_index)[0] == 9
-            self._is_hopper[device_index] = found
-        return found
+            is_hopper = is_nvidia and torch.cuda.get_device_capability(device_index)[0] == 9
+            self._is_hopper[device_index] = is_hopper
+        return is_hopper
 
     # ---- Functions ----
 
     def load(self, kernel: Kernel, device_index: int) -> Function:
-        """The kernel on that GPU, compiled and loaded if need be, also amid a graph's capture.
+        """The kernel on that GPU, compiled and loaded if need be, also while a graph is captured.
 
         Raises JitError, or OutOfMemoryError.
         """
@@ -207,10 +207,10 @@ class Driver(Libcuda):
 
     def prepared(self) -> dict[Hashable, Any]:
         """The prepared launches of this thread, by layouts: see `kernels/common/prepared.py`."""
-        return self._of_thread.prepared
+        return self._thread_state.prepared
 
     def keep(self, key: Hashable, prepared: P) -> P:
-        kept = self._of_thread.prepared
+        kept = self._thread_state.prepared
         if len(kept) >= self.max_prepared:
             kept.clear()
         kept[key] = prepared

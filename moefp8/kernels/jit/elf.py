@@ -1,4 +1,4 @@
-"""Where machine code lies in a cubin, which is a 64-bit little-endian ELF file."""
+"""Where machine code is in a cubin, which is a 64-bit little-endian ELF file."""
 
 import struct
 from ctypes import LittleEndianStructure, c_uint32, c_uint64
@@ -21,7 +21,7 @@ class _Section(LittleEndianStructure):
 
 
 def code_ranges(image: bytes) -> list[tuple[int, int]]:
-    """Where in `image` machine code begins and ends."""
+    """Begin and end of each range of machine code in `image`."""
     (table,) = struct.unpack_from("<Q", image, 0x28)
     size, count = struct.unpack_from("<2H", image, 0x3A)
     sections = (_Section.from_buffer_copy(image, table + i * size) for i in range(count))

@@ -27,7 +27,7 @@ class NodeParams(Structure):
 
 
 class _Node:
-    """A kernel of a graph; `picked` are the addresses that it was given last."""
+    """A kernel of a graph; `picked` are the addresses in its arguments now."""
 
     __slots__ = ("_params", "launch", "node", "params", "picked")
 
@@ -39,8 +39,8 @@ class _Node:
 class LaunchGraph:
     """The launches, captured once: a call sets their arguments, and launches them together.
 
-    It belongs to a thread, as they do. Where a driver cannot do it, `make` gives None. Two calls
-    never run at the same time, so on two streams one waits for the other.
+    It belongs to a thread, as launches do. If the driver cannot capture, `make` returns None. Two
+    calls never run at the same time, so on two streams one waits for the other.
     """
 
     def __init__(self, launches: Sequence[Launch], graph: c_void_p, executable: c_void_p) -> None:
@@ -52,7 +52,7 @@ class LaunchGraph:
 
     @classmethod
     def make(cls, launches: Sequence[Launch], addresses: tuple[int, ...]) -> "LaunchGraph | None":
-        """Capture the launches without running them; addresses: those of the call before."""
+        """Capture the launches without running them; addresses: the last call's."""
         driver, made = current_driver(), None
         try:
             with driver.outside_capture():
@@ -68,7 +68,7 @@ class LaunchGraph:
         """Whether each launch has a node of its own.
 
         The driver lists the nodes in any order. Arguments distinguish launches of one kernel and
-        shape; where these are equal, too, those of a later call may differ: then there is no graph.
+        shape. If the arguments are equal, too, a later call's may differ: then there is no graph.
         """
         lib, count = self._library, c_size_t(len(self._launches) + 1)
         nodes = (c_void_p * count.value)()
@@ -82,17 +82,17 @@ class LaunchGraph:
                 return False
             shape = params.grid_x, params.block_x, params.shared_bytes
             handles = params.function, params.kernel
-            alike = [x for x in self._launches if x.shape == shape and x.handle in handles]
-            if len(alike) > 1:
-                alike = [x for x in alike if x.has_arguments(params.parameters)]
-            if len(alike) != 1:
+            matches = [x for x in self._launches if x.shape == shape and x.handle in handles]
+            if len(matches) > 1:
+                matches = [x for x in matches if x.has_arguments(params.parameters)]
+            if len(matches) != 1:
                 return False
-            params.parameters, params.extra = alike[0].parameters, None
-            self._nodes.append(_Node(alike[0], node, params))
+            params.parameters, params.extra = matches[0].parameters, None
+            self._nodes.append(_Node(matches[0], node, params))
         return len({at.launch for at in self._nodes}) == count.value
 
     def __call__(self, stream: int, addresses: tuple[int, ...]) -> bool:
-        """Whether it is launched; if not, nothing is, and the launches themselves tell why."""
+        """Launch it. False if that failed: then nothing runs, and single launches say why."""
         if addresses != self._addresses:
             self._addresses = ()  # until all kernels have theirs
             set_params = self._library.cuGraphExecKernelNodeSetParams_v2

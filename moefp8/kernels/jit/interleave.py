@@ -2,8 +2,8 @@
 
 Promotion adds the products of the tensor cores to FP32 sums, in runs of `FFMA sum, product, scale,
 sum`. No FFMA needs another, so one warp could issue a whole run on end, while a warp of another
-warpgroup on the same scheduler waits to issue its next WGMMAs. An FFMA that yields lets it come in
-between. The operand cache is lost then, so that the reuse bits go, too.
+warpgroup on the same scheduler waits to issue its next WGMMAs. An FFMA that yields lets that warp
+issue in between. The operand cache is lost then, so its reuse bits are cleared, too.
 
 NVRTC 12.9 and newer let every other FFMA yield, where a CTA has more than two warpgroups. NVRTC
 12.8, which comes with torch 2.8 to 2.10, lets none. Fewer than every other are better than both:
@@ -69,7 +69,7 @@ def promotions(image: bytes) -> Iterator[list[_Instruction]]:
     for begin, end in code_ranges(image):
         words = struct.iter_unpack("<2Q", memoryview(image)[begin:end])
         instructions = (_Instruction(begin + 16 * i, *pair) for i, pair in enumerate(words))
-        for are_promotions, found in groupby(instructions, lambda x: x.is_promotion):
-            run = list(found)
+        for are_promotions, neighbours in groupby(instructions, lambda x: x.is_promotion):
+            run = list(neighbours)
             if are_promotions and len(run) >= _LEAST:
                 yield run

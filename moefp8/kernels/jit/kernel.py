@@ -28,7 +28,7 @@ _FORMAT = 1  # the version of a cache entry's format
 _COMPILE_TIME = re.compile(r"^.*\bCompile time\b.*\n?", re.MULTILINE)
 
 _COMPILERS: dict[str, type[Nvrtc | Nvcc]] = {"nvrtc": Nvrtc, "nvcc": Nvcc}
-_found: Once[str, Nvrtc | Nvcc] = Once()
+_started: Once[str, Nvrtc | Nvcc] = Once()
 # NVRTC has locks of its own: a child forked while a thread held one would wait for it for ever.
 _compiling = ForksWait()
 
@@ -69,9 +69,9 @@ def compile_kernels(
     num_threads: int | None = None,
     done: Callable[[], object] = lambda: None,
 ) -> list[Cubin]:
-    """Compile as many at a time as this process has processors, or num_threads.
+    """Compile by num_threads threads; None: by one for each processor of this process.
 
-    done: called after each, by any thread. Raises the first JitError, when all that began are over.
+    done: called after each, by any thread. Raises the first JitError once all threads are idle.
     """
     kernels = list(kernels)
 
@@ -109,7 +109,7 @@ def _compiler() -> Nvrtc | Nvcc:
         with _compiling:  # NVRTC is opened, and compiles an empty file
             return _COMPILERS[name]()
 
-    return _found.get(name, start)
+    return _started.get(name, start)
 
 
 def compiler_description() -> str:

@@ -1,4 +1,4 @@
-"""A prepared launch: its arguments lie ready, and a call writes its addresses.
+"""A prepared launch: its arguments stay in memory, and a call writes its addresses into them.
 
 The rule about threads: a prepared launch belongs to the thread that prepared it, since a call
 writes into it. `kernels/common/prepared.py` keeps them so.
@@ -45,17 +45,17 @@ class Config(Structure):
 
 @lru_cache(64)
 def _attributes(cluster: int, programmatic: bool) -> ctypes.Array[Attribute]:
-    found = []
+    attributes = []
     if cluster > 1:
-        found.append(Attribute(_CLUSTER_DIMENSION, 0, (cluster, 1, 1)))
+        attributes.append(Attribute(_CLUSTER_DIMENSION, 0, (cluster, 1, 1)))
     if programmatic:
-        found.append(Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, (1, 0, 0)))
-    return (Attribute * len(found))(*found)
+        attributes.append(Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, (1, 0, 0)))
+    return (Attribute * len(attributes))(*attributes)
 
 
 _Place = tuple[int, int, int]  # a word or the address of a map; a `Source`
 _Run = tuple[int, int, int]  # the first word; which is the first address; how many there are
-_LONG = 16  # addresses that are worth a copy of their own
+_LONG = 16  # from this many addresses on, a run is copied as one
 
 
 class Source(NamedTuple):
@@ -66,7 +66,7 @@ class Source(NamedTuple):
 
 
 class Pointer(NamedTuple):
-    """Where in a kernel's arguments an address is written.
+    """The place in a kernel's arguments where an address is written.
 
     argument: which argument of the kernel.
     offset: bytes from its beginning; for a tensor map, where that map begins.
@@ -78,7 +78,7 @@ class Pointer(NamedTuple):
 
 
 def _split_runs(places: list[_Place]) -> tuple[list[_Place], list[_Run]]:
-    """Places one by one, and runs of many whose words and addresses both lie side by side."""
+    """Single places, and long runs in which both words and addresses follow one another."""
     runs: list[list[_Place]] = []
     for place in places:
         word, which, plus = place
@@ -142,7 +142,7 @@ class Launch:
                 self._places.append((start // _WORD, which, plus))
         held = {which for _, which, _ in self._places + self._opaque_maps}
         self._places, self._runs = _split_runs(self._places)
-        # Picks those of a call's addresses that the arguments hold.
+        # Picks the addresses of a call that the arguments hold.
         self.pick: Callable[[tuple[int, ...]], Any] = itemgetter(*held) if held else len
 
     def _lay_out(self, arguments: Sequence[Argument]) -> list[int]:
@@ -221,17 +221,17 @@ class Launch:
         return all(string_at(own, size) == string_at(x, size) for own, x, size in triples)
 
     def _replace_address(self, at: int, address: int) -> None:
-        """Replace the address in the tensor map that lies at `at`."""
+        """Replace the address in the tensor map that is stored at `at`."""
         driver, function = self._driver, self.function
         replace = driver.library.cuTensorMapReplaceAddress
         result = driver.in_context(function.device_index, lambda: int(replace(at, address)))
         driver.check(result, f"{function}: a tensor map cannot have its address {address:#x}")
 
     def _relaunch(self, result: int) -> None:
-        """Launch in the context of the GPU: the thread may have none yet, or that of another GPU.
+        """Launch in the context of the GPU: the thread may have none yet, or another GPU's.
 
-        If the context was destroyed since the kernel was loaded, so were the tensors that this call
-        was given: it fails, and later ones load the kernel again.
+        If the context was destroyed since the kernel was loaded, so were the tensors of this call:
+        it fails, and later calls load the kernel again.
         """
         function, driver = self.function, self._driver
         if not function.handle:

@@ -28,12 +28,12 @@ _WAYS_OUT = {
     **dict.fromkeys(
         _LOST,
         "the GPU's context was destroyed, by cudaDeviceReset for instance, and all its tensors "
-        "with it: make them anew, then call again",
+        "with it: create them again, then repeat the call",
     ),
     **dict.fromkeys(
         _FOR_GOOD,
         "a kernel failed, perhaps another one before this call, and CUDA takes no more calls: "
-        "restart the process; with CUDA_LAUNCH_BLOCKING=1 or compute-sanitizer it tells which",
+        "restart the process; with CUDA_LAUNCH_BLOCKING=1 or compute-sanitizer it says which",
     ),
 }
 _CAPTURE_MODE_RELAXED = 2
@@ -59,7 +59,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuStreamDestroy_v2": (c_void_p,),
     "cuStreamBeginCapture_v2": (c_void_p, c_int),
     "cuStreamEndCapture": (c_void_p, _HANDLE),
-    # The stream, its status, the number of the capture; the graph, and what comes next depends on.
+    # The stream, its status, the number of the capture; the graph, dependencies, their number.
     "cuStreamGetCaptureInfo_v2": (
         *(c_void_p, POINTER(c_int), POINTER(c_uint64)),
         *(c_void_p, c_void_p, c_void_p),
@@ -100,8 +100,8 @@ class Libcuda:
                 "tensors on the CPU"
             ) from error
         if result := lib.cuInit(0):
-            told = _describe(lib, result)
-            raise JitError(f"cuInit: {told}; check nvidia-smi and CUDA_VISIBLE_DEVICES")
+            cause = _describe(lib, result)
+            raise JitError(f"cuInit: {cause}; check nvidia-smi and CUDA_VISIBLE_DEVICES")
         return lib
 
     def check(self, result: int, doing: str, way_out: str = "") -> None:
@@ -113,7 +113,7 @@ class Libcuda:
         message = f"{doing}: {_describe(self.library, result)}"
         if result == OUT_OF_MEMORY:
             raise torch.cuda.OutOfMemoryError(
-                f"{message}; kernels lie outside PyTorch's memory: torch.cuda.empty_cache() frees "
+                f"{message}; kernels are outside PyTorch's memory: torch.cuda.empty_cache() frees "
                 "what it keeps unused"
             )
         way_out = way_out or _WAYS_OUT.get(result, "")
@@ -150,7 +150,7 @@ class Libcuda:
         return self._contexts.get(device_index, retain)
 
     def lose(self) -> None:
-        """A context was destroyed: what is kept of all GPUs is forgotten, and made anew later."""
+        """Forget what is kept of all GPUs, since a context was destroyed."""
         self._contexts.clear()
 
     def within(self, context: int, call: Callable[[], int]) -> int:
@@ -165,7 +165,7 @@ class Libcuda:
     def in_context(self, device_index: int, call: Callable[[], int]) -> int:
         """The result of a function of the driver that needs a context, whichever it is.
 
-        A thread that has not used CUDA yet has none, and gets that of a GPU for the call.
+        A thread that has not used CUDA yet has none, and gets the GPU's for the call.
         """
         result = call()
         if result == INVALID_CONTEXT:

@@ -14,7 +14,7 @@ from .cubin import CompileError, Cubin, JitError, Program
 class Nvcc:
     """nvcc as a process of its own, in a folder that holds just the program's files.
 
-    version: changes whenever its output may change, as that of `Nvrtc` does.
+    version: changes whenever its output may change, as `Nvrtc.version` does.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class Nvcc:
                 path = Path(folder, name)
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(text, encoding="utf-8")
-            # Taking its address instantiates the kernel, and nothing else.
+            # Taking the kernel's address instantiates it, and nothing else.
             use = f"const void* used = (const void*)({program.expression});"
             main, output = Path(folder, "_main.cu"), Path(folder, "_main.cubin")
             main.write_text(f'#include "{program.main}"\n{use}\n')
@@ -50,10 +50,10 @@ def _entry_point(image: bytes, expression: str) -> str:
     part = re.compile(rf"(?<!\d){len(name)}{name}")
     # A cubin has a section of constants for each kernel, and for nothing else.
     kernels = {match.decode() for match in re.findall(rb"\.nv\.constant0\.(\w+)", image)}
-    found = [symbol for symbol in kernels if part.search(symbol)]
-    if len(found) != 1:
-        raise CompileError(f"expected one kernel {name} in nvcc's output, got {found}")
-    return found[0]
+    symbols = [symbol for symbol in kernels if part.search(symbol)]
+    if len(symbols) != 1:
+        raise CompileError(f"expected one kernel {name} in nvcc's output, got {symbols}")
+    return symbols[0]
 
 
 def _find_nvcc() -> str:

@@ -29,7 +29,7 @@ class Nvrtc:
             raise JitError(_NO_NVRTC.format(error)) from error
 
     def _build(self) -> str:
-        """The exact build, which `nvrtcVersion` does not tell: it heads every PTX file."""
+        """The exact build, which `nvrtcVersion` does not return, from the head of a PTX file."""
         with self._made(Program("", "empty.cu", {"empty.cu": ""})) as handle:
             self._compile(handle, ["--gpu-architecture=compute_90a"])
             ptx = self._output("nvrtcGetPTX", handle).decode()
@@ -92,7 +92,7 @@ class Nvrtc:
 
 def _load() -> tuple[ctypes.CDLL, str]:
     try:
-        path = Path(os.environ.get("MOEFP8_NVRTC") or _of_torch() or _found())
+        path = Path(os.environ.get("MOEFP8_NVRTC") or _path_of_torch() or _path_of_pathfinder())
         lib = ctypes.CDLL(str(path))
     except (ImportError, RuntimeError, OSError) as error:
         raise JitError(_NO_NVRTC.format(error)) from error
@@ -106,17 +106,17 @@ def _load() -> tuple[ctypes.CDLL, str]:
     return lib, str(path)
 
 
-def _of_torch() -> Path | None:
+def _path_of_torch() -> Path | None:
     """NVRTC of the CUDA that torch was built for: the driver may not run kernels of a newer one."""
     version = getattr(sys.modules.get("torch"), "version", None)
     major = (getattr(version, "cuda", None) or "").partition(".")[0]
     packages = find_spec("nvidia")
     folders = (packages and packages.submodule_search_locations) or ()
-    found = (x for folder in folders for x in Path(folder).glob(f"*/lib/libnvrtc.so.{major}"))
-    return next(found, None) if major else None
+    paths = (x for folder in folders for x in Path(folder).glob(f"*/lib/libnvrtc.so.{major}"))
+    return next(paths, None) if major else None
 
 
-def _found() -> str:
+def _path_of_pathfinder() -> str:
     from cuda.pathfinder import load_nvidia_dynamic_lib  # type: ignore[import-untyped]
 
     return str(load_nvidia_dynamic_lib("nvrtc").abs_path)

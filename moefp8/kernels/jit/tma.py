@@ -22,7 +22,7 @@ _SOME_ADDRESS, _OTHER_ADDRESS = 1 << 20, 3 << 20
 
 
 class Box(NamedTuple):
-    """What a tensor map says besides an address: copies move boxes of a tensor.
+    """A tensor map without its address: how TMA moves boxes of a tensor.
 
     shape, box: elements, innermost first; strides_bytes: those of all but the innermost dimension.
     swizzle_bytes: 0, 32, 64 or 128.
@@ -38,45 +38,45 @@ class Box(NamedTuple):
 
 
 class TensorMaps(NamedTuple):
-    """One CUtensorMap, or some behind each other, as one argument of a kernel.
+    """One CUtensorMap, or several in a row, as one argument of a kernel.
 
-    Their addresses are no tensor's: each call of a launch writes those of its own.
+    They hold no tensor's address: each call of a launch writes its own.
 
     data: their bytes.
     begin_with_address: whether the first 8 bytes of a map are its address, and nothing else depends
-        on it. CUDA calls a map opaque, so this is found out by `cuTensorMapReplaceAddress`.
+        on it. CUDA calls a map opaque, so `_encode` asks `cuTensorMapReplaceAddress`.
     """
 
     data: bytes
     begin_with_address: bool
 
 
-def tensor_map(of: Box) -> TensorMaps:
+def tensor_map(spec: Box) -> TensorMaps:
     """The map of a tensor; beyond its edges, zeros are read.
 
     Raises JitError if a rule of the TMA is broken (CUDA driver API, cuTensorMapEncodeTiled), and
     without a driver.
     """
-    return _encode(current_driver(), of)
+    return _encode(current_driver(), spec)
 
 
 def join_maps(maps: Iterable[TensorMaps]) -> TensorMaps:
-    """One argument of a kernel: a struct of as many maps."""
+    """One argument of a kernel: a struct of these maps."""
     data, flags = zip(*maps, strict=True)
     return TensorMaps(b"".join(data), all(flags))
 
 
 @lru_cache(4096)
-def _encode(driver: Driver, of: Box) -> TensorMaps:
-    dtype, shape, strides_bytes, box, swizzle_bytes, l2_bytes = of
+def _encode(driver: Driver, spec: Box) -> TensorMaps:
+    dtype, shape, strides_bytes, box, swizzle_bytes, l2_bytes = spec
     rank = len(shape)
     device_index = driver.current_device()  # any GPU will do
     encode = driver.library.cuTensorMapEncodeTiled
     replace = driver.library.cuTensorMapReplaceAddress
     storage = ctypes.create_string_buffer(MAP_BYTES + _ALIGNMENT)
-    at = -(-ctypes.addressof(storage) // _ALIGNMENT) * _ALIGNMENT
+    address = -(-ctypes.addressof(storage) // _ALIGNMENT) * _ALIGNMENT
     arguments = (
-        at,
+        address,
         _DATA_TYPES[dtype],
         rank,
         _SOME_ADDRESS,
@@ -91,9 +91,9 @@ def _encode(driver: Driver, of: Box) -> TensorMaps:
     )
     result = driver.in_context(device_index, lambda: int(encode(*arguments)))
     if result:
-        driver.check(result, f"tensor_map: {of}")
-    data = ctypes.string_at(at, MAP_BYTES)
-    result = driver.in_context(device_index, lambda: int(replace(at, _OTHER_ADDRESS)))
-    twin = _OTHER_ADDRESS.to_bytes(8, "little") + data[8:]
+        driver.check(result, f"tensor_map: {spec}")
+    data = ctypes.string_at(address, MAP_BYTES)
+    result = driver.in_context(device_index, lambda: int(replace(address, _OTHER_ADDRESS)))
+    moved = _OTHER_ADDRESS.to_bytes(8, "little") + data[8:]
     begins = data[:8] == _SOME_ADDRESS.to_bytes(8, "little")
-    return TensorMaps(data, not result and begins and ctypes.string_at(at, MAP_BYTES) == twin)
+    return TensorMaps(data, not result and begins and ctypes.string_at(address, MAP_BYTES) == moved)

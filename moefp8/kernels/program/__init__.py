@@ -1,7 +1,7 @@
-"""An op is described once, as a record of steps on tensors without memory, and read by all.
+"""An op is described once, as a record of steps on tensors without memory; all readers share it.
 
-A description runs on any machine, from layouts alone. `place` finds memory for what lies between
-the steps, `prepare` makes launches. This room knows no kernel by name.
+A description runs on any machine, from layouts alone. `place` finds memory for the buffers between
+steps, `prepare` makes launches, `kernels_of` lists kernels. This room knows no kernel by name.
 """
 
 from .listing import kernels_of

@@ -1,4 +1,4 @@
-"""Which kernels an op needs for any number of tokens: those of some of its records."""
+"""Which kernels an op needs for any number of tokens: some of its records have all of them."""
 
 from collections.abc import Callable, Iterator
 
@@ -9,11 +9,11 @@ from .record import Record, Span
 def kernels_of(describe: Callable[[Span], Record], most_tokens: int) -> Iterator[Kernel]:
     """The kernels of an op for 1 to `most_tokens` tokens; some may come several times.
 
-    A choice of a description that depends on the number of tokens tells `Record.hold` up to which
-    number it is the same. So an op is described for 1 token, and for each number where one of its
-    choices may be another.
+    If a choice of a description depends on the number of tokens, `Record.hold` says up to which
+    number it stays the same. So an op is described for 1 token, then for each number where one of
+    its choices may change.
 
-    describe: makes the record of as many tokens as a span begins with.
+    describe: makes the record for the first number of tokens of a span.
     """
     num_tokens = 1
     while num_tokens <= most_tokens:

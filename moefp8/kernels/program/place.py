@@ -1,8 +1,8 @@
-"""Where the buffers of a record are: two share memory if no step lies in the lifetimes of both.
+"""Where the buffers of a record are: two share memory if no step is in the lifetimes of both.
 
 This rests on one rule of all kernels: each waits for the step before it, and only then lets the
-next one start. So at most two are unfinished, and only what a kernel touches before it waits, which
-a step tells as `early`, may be touched while the step before it runs.
+next one start. So at most two are unfinished. While a step runs, the next one may only touch what
+it touches before it waits, its `early` inputs and buffers.
 """
 
 from typing import NamedTuple
@@ -21,9 +21,9 @@ class Placed(NamedTuple):
 
 
 def lifetimes(record: Record) -> dict[str, tuple[int, int]]:
-    """The first and the last step that each buffer must hold through.
+    """The first and the last step in which each buffer must keep its memory.
 
-    What a step touches early may be touched while the step before it runs.
+    A buffer that a step touches early may be touched while the step before it runs.
     """
     spans: dict[str, tuple[int, int]] = {}
     for i, step in enumerate(record.steps):
@@ -62,9 +62,7 @@ def check_early(record: Record) -> None:
     The step before it may be unfinished, and so may the stream's previous kernel before the first
     step: that may touch early only what is `older`.
     """
-    written: frozenset[str] | None = (
-        None  # by the step before; None: by whatever was before the record
-    )
+    written: frozenset[str] | None = None  # by the step before; None: by any earlier kernel
     for step in record.steps:
         wrong = step.early - record.older if written is None else step.early & written
         if wrong and step.programmatic:

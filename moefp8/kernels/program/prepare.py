@@ -1,4 +1,4 @@
-"""Launches of a record: names become positions, buffers places in the memory of a call."""
+"""Launches of a record: names become positions; buffers become places in the memory of a call."""
 
 from ..common.prepared import Launches
 from ..common.tma_operands import pitch_of
@@ -43,7 +43,7 @@ def prepare_launch(record: Record, device_index: int) -> Launch:
 
 
 def _launch_of(step: Step, device_index: int, sources: dict[str, tuple[int, int]]) -> Launch:
-    """sources: of each input and buffer, the position of its address, and bytes after that."""
+    """sources: name of an input or buffer -> position of its address, and bytes after that."""
     maps = [join_maps([tensor_map(_box_of(x)) for x in parameter]) for parameter in step.maps]
     places: list[tuple[int, int, Place | Word]] = [
         (i, n * MAP_BYTES, x.tensor.place)
@@ -67,13 +67,13 @@ def _launch_of(step: Step, device_index: int, sources: dict[str, tuple[int, int]
     )
 
 
-def _box_of(of: TensorMap) -> Box:
+def _box_of(spec: TensorMap) -> Box:
     """The arguments of a tensor map: sizes innermost first."""
-    x = of.tensor
+    x = spec.tensor
     pitch = pitch_of(x.shape, x.strides, x.element_size())
-    strides, box = [pitch], [*of.box]
+    strides, box = [pitch], [*spec.box]
     if x.ndim == 3:
         strides.append(x.strides[0] if x.shape[0] > 1 else pitch * x.shape[1])
         box.append(1)
     strides_bytes = tuple(stride * x.element_size() for stride in strides)
-    return Box(x.dtype, x.shape[::-1], strides_bytes, tuple(box), of.swizzle_bytes, of.l2_bytes)
+    return Box(x.dtype, x.shape[::-1], strides_bytes, tuple(box), spec.swizzle_bytes, spec.l2_bytes)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Place(NamedTuple):
-    """`plus` bytes after the beginning of an input of the call, or of a buffer, by name."""
+    """A place in memory: `plus` bytes after the beginning of the input or buffer `base`."""
 
     base: str
     plus: int = 0
@@ -31,7 +31,7 @@ class Place(NamedTuple):
 
 
 class Word(NamedTuple):
-    """An input of the call, by name, that is a number of 64 bits and no address."""
+    """An input of the call, by name, that is a 64-bit number and not an address."""
 
     base: str
     plus: int = 0
@@ -84,8 +84,8 @@ class Tensor(NamedTuple):
     @property
     def mT(self) -> "Tensor":
         """The transpose of the last two dimensions, as `torch.Tensor.mT`."""
-        (*shape, m, n), (*strides, of_m, of_n) = self.shape, self.strides
-        return self._replace(shape=(*shape, n, m), strides=(*strides, of_n, of_m))
+        (*shape, m, n), (*strides, m_stride, n_stride) = self.shape, self.strides
+        return self._replace(shape=(*shape, n, m), strides=(*strides, n_stride, m_stride))
 
     def batched(self) -> "Tensor":
         """The same with a first dimension of size 1."""
@@ -111,7 +111,7 @@ class Codes(NamedTuple):
 
     @classmethod
     def of(cls, data: torch.Tensor, scale_inv: torch.Tensor, name: str) -> "Codes":
-        """Those of the inputs `name` and `name_scales` of a call."""
+        """The codes that are the inputs `name` and `name_scales` of a call."""
         return cls(Tensor.of(data, name), Tensor.of(scale_inv, f"{name}_scales"))
 
     @classmethod
@@ -131,7 +131,7 @@ class Codes(NamedTuple):
 
 
 def layouts(**tensors: torch.Tensor | None) -> dict[str, Any]:
-    """The layout of each tensor, an input of the call by its name; None of None."""
+    """The layout of each tensor, which is the call's input of that name; None for None."""
     return {name: None if x is None else Tensor.of(x, name) for name, x in tensors.items()}
 
 
@@ -167,7 +167,7 @@ class Span:
 class Target(NamedTuple):
     """The GPU that a record is described for.
 
-    arch: as NVRTC names it. num_sms: how many SMs it has. configs: which one each GEMM gets.
+    arch: as NVRTC names it. num_sms: how many SMs it has. configs: chooses a config for each GEMM.
     """
 
     arch: str
@@ -180,7 +180,7 @@ class Address(NamedTuple):
 
     offset: int
     value: Place | Word
-    is_written: bool  # what is there
+    is_written: bool  # whether the kernel may write there
 
 
 class Step(NamedTuple):
@@ -192,8 +192,8 @@ class Step(NamedTuple):
     early: the inputs and buffers that the kernel touches before it waits for the step before it.
     programmatic: whether it may start before the stream's previous kernel ends.
     shared_bytes: of dynamic shared memory. cluster: CTAs of a cluster.
-    touched: the inputs and buffers that the kernel is given, each once, in their order.
-    written: those that it may write.
+    touched: the inputs and buffers that maps and arguments point to, each once, in their order.
+    written: those that the kernel may write.
     """
 
     kernel: Kernel
@@ -237,8 +237,8 @@ def _pack(structure: Any, arguments: Arguments, begin: int, addresses: list[Addr
             size = member.size // len(array)
             for i, each in enumerate(value):
                 if type(each) is Place or type(each) is Word:
-                    at = begin + member.offset + i * size
-                    addresses.append(Address(at, each, name not in struct._reads_))
+                    offset = begin + member.offset + i * size
+                    addresses.append(Address(offset, each, name not in struct._reads_))
                 else:
                     array[i] = each
         elif value is not None:
@@ -247,13 +247,13 @@ def _pack(structure: Any, arguments: Arguments, begin: int, addresses: list[Addr
 
 @dataclass
 class Record:
-    """What a description writes.
+    """The steps of an op and their buffers, which a description writes.
 
     inputs: names of a call's addresses and words, in the order in which a call gives them.
     older: those inputs that are older than the stream's previous kernel, as weights are: the first
         step may touch them before it waits.
     buffers: bytes of memory that lives as long as a call, by name.
-    span: of the numbers of tokens that kernels are listed for; None: they are to be launched.
+    span: the numbers of tokens for which kernels are listed; None: the steps will be launched.
     """
 
     target: Target
@@ -265,14 +265,14 @@ class Record:
 
     @property
     def kernels(self) -> list[Kernel]:
-        """Those of the steps."""
+        """The kernels of the steps."""
         return [step.kernel for step in self.steps]
 
     def hold(self, size: int, largest: Callable[[int], int]) -> None:
-        """Tell up to which number of tokens a choice is the same.
+        """Say up to which number of tokens a choice stays the same.
 
-        size: what the choice was made by, which is proportional to the number of tokens.
-        largest: from the largest size that is asked for to the largest of the same choice.
+        size: the number that decided the choice; it is proportional to the number of tokens.
+        largest: takes the size of the span's last number, returns the last size of the same choice.
         """
         if self.span is not None:
             most = size * self.span.last // self.span.first
@@ -296,17 +296,17 @@ class Record:
         """A buffer of [matrices, rows, columns]; row_pitch: in elements, None: whole 16 bytes."""
         matrices, rows, columns = shape
         pitch = round_up_to_tma(columns, dtype.itemsize) if row_pitch is None else row_pitch
-        at = self.buffer(name, matrices * rows * pitch * dtype.itemsize)
-        return Tensor(shape, (rows * pitch, pitch, 1), dtype, at)
+        place = self.buffer(name, matrices * rows * pitch * dtype.itemsize)
+        return Tensor(shape, (rows * pitch, pitch, 1), dtype, place)
 
     def codes(self, name: str, shape: tuple[int, int, int], row_pitch: int | None = None) -> Codes:
         """Buffers of codes [matrices, rows, columns] and of their 1x128 scales, rows innermost."""
         matrices, rows, columns = shape
         data = self.matrices(name, shape, E4M3, row_pitch)
         blocks, pitch = num_blocks(columns), round_up(rows, 4)
-        at = self.buffer(f"{name}_scales", matrices * blocks * pitch * 4)
+        place = self.buffer(f"{name}_scales", matrices * blocks * pitch * 4)
         strides = blocks * pitch, 1, pitch
-        return Codes(data, Tensor((matrices, rows, blocks), strides, torch.float32, at))
+        return Codes(data, Tensor((matrices, rows, blocks), strides, torch.float32, place))
 
     def step(
         self,
@@ -323,10 +323,10 @@ class Record:
     ) -> None:
         """Append a `Step`. Raises ValueError if it touches what is neither input nor buffer."""
         structure, addresses = packed(struct_of(kernel.source), arguments)
-        of_maps = [x for parameter in maps for x in parameter]
-        given = [(x.tensor.place, x.is_written) for x in of_maps]
-        given += [(x.value, x.is_written) for x in addresses if isinstance(x.value, Place)]
-        touched = tuple(dict.fromkeys([place.base for place, _ in given]))
+        all_maps = [x for parameter in maps for x in parameter]
+        places = [(x.tensor.place, x.is_written) for x in all_maps]
+        places += [(x.value, x.is_written) for x in addresses if isinstance(x.value, Place)]
+        touched = tuple(dict.fromkeys([place.base for place, _ in places]))
         for base in touched:
             if base not in self.buffers and base not in self.inputs:
                 raise ValueError(f"record: {kernel} touches {base!r}, no input and no buffer")
@@ -343,6 +343,6 @@ class Record:
                 shared_bytes,
                 cluster,
                 touched,
-                frozenset([place.base for place, is_written in given if is_written]),
+                frozenset([place.base for place, is_written in places if is_written]),
             )
         )

@@ -59,7 +59,7 @@ FAULTS = [
     ),
     Fault(
         file="routing/route.py",
-        old="key = (_OP, layout_of(x), layout_of(weight), of_bias, *rest)",
+        old="key = (_OP, layout_of(x), layout_of(weight), bias_layout, *rest)",
         new="key = (_OP, layout_of(x), layout_of(weight), *rest)",
         caught_by="tests/routing/test_route.py::"
         "test_a_bias_is_no_part_of_what_was_prepared_without_one",

@@ -344,7 +344,7 @@ LOSSES = {
 def test_after_the_loss_of_a_context_kernels_are_loaded_again(tmp_path, fake, loss):
     prepared, other = make_launch(tmp_path), make_launch(tmp_path)
     fake.fails.update({name: list(results) for name, results in LOSSES[loss].items()})
-    with pytest.raises(jit.JitError, match=r"fill<3> on cuda:0: .*make them anew, then call again"):
+    with pytest.raises(jit.JitError, match=r"fill<3> on cuda:0: .*create them again, then repeat"):
         prepared(STREAM, ())
     assert (fake.launched, bool(load(write_kernel(tmp_path)).handle)) == ([], False)
     fake.fails["cuLaunchKernelEx"] = [400]  # for want of a function

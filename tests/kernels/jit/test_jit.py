@@ -114,7 +114,7 @@ def test_without_nvrtc_the_error_says_what_to_install(tmp_path, monkeypatch):
 
     monkeypatch.setattr(torch.version, "cuda", None)  # else that of torch is found, which has one
     monkeypatch.setattr(cuda.pathfinder, "load_nvidia_dynamic_lib", find)
-    monkeypatch.setattr(kernel, "_found", Once())
+    monkeypatch.setattr(kernel, "_started", Once())
     with pytest.raises(jit.JitError, match=r"pip install nvidia-cuda-nvrtc(.|\n)*not on this mach"):
         jit.compile_kernel(write_kernel(tmp_path))
 
@@ -162,7 +162,7 @@ def test_an_unknown_compiler_is_refused(tmp_path, monkeypatch):
 
 def compile_by_nvcc(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOEFP8_COMPILER", "nvcc")
-    monkeypatch.setattr(kernel, "_found", Once())
+    monkeypatch.setattr(kernel, "_started", Once())
 
 
 def test_without_nvcc_the_error_says_where_it_is_looked_for(tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ from ..config import MAX_SHARED_BYTES, in_cpp
 
 
 class Output(str, Enum):
-    """What becomes of a result: `Output` of config.cuh."""
+    """How a result is stored in d: `Output` of config.cuh."""
 
     BFLOAT16 = "kBFloat16"
     FLOAT = "kFloat"
@@ -29,15 +29,15 @@ class Output(str, Enum):
 class KGroupedConfig:
     """One variant of `k_grouped.cu`; `KGroupedConfig` in config.cuh has the same fields.
 
-    warpgroups: of the math.
-    parts: WGMMAs of 64 rows, one below the other, that each warpgroup has of a tile.
+    warpgroups: how many multiply.
+    parts: WGMMAs of 64 rows that each warpgroup has of a tile, one below the other.
     tile_n: columns of a tile.
     stages: how many the pipeline has.
     multicast: 2: two CTAs of a cluster have the same rows, and load half of them each; else 1.
-    blocks_b: b has a scale for 128 features as well, not for each of them.
+    blocks_b: b has a scale for each 128 features, not for each feature.
     stages_output: tiles leave through shared memory by TMA, which d must allow; else from
         registers.
-    output: what becomes of a result.
+    output: how a result is stored in d.
     """
 
     warpgroups: int
@@ -64,7 +64,7 @@ class KGroupedConfig:
 
     @property
     def shared_bytes(self) -> int:
-        """What `Shared<C>` in pipeline.cuh takes; the kernel asserts that it suffices."""
+        """The size of `Shared<C>` in pipeline.cuh; the kernel asserts that it suffices."""
         operands = self.stages * (self.tile_m + self.tile_n) * BLOCK
         scales = self.stages * 4 * (round_up(self.tile_m, 32) + round_up(self.scales_b, 32))
         output = self.warpgroups * self.output_buffers * 64 * self.tile_n * self.element_bytes
@@ -76,16 +76,16 @@ class KGroupedConfig:
 
     @property
     def output_buffers(self) -> int:
-        """How many parts of a tile a warpgroup may have on their way out."""
+        """How many parts of a tile a warpgroup may be storing at a time."""
         if not self.stages_output:
             return 0
         return self.parts if self.output == Output.BFLOAT16 else 1
 
     def kernel_name(self) -> str:
-        facts = {x.name: getattr(self, x.name) for x in fields(self)}
-        facts |= {"output": f"Output::{self.output.value}", "shared_bytes": self.shared_bytes}
-        listed = ", ".join(f".{name} = {in_cpp(value)}" for name, value in facts.items())
-        return f"k_grouped_kernel<KGroupedConfig{{{listed}}}>"
+        members = {x.name: getattr(self, x.name) for x in fields(self)}
+        members |= {"output": f"Output::{self.output.value}", "shared_bytes": self.shared_bytes}
+        initializers = ", ".join(f".{name} = {in_cpp(value)}" for name, value in members.items())
+        return f"k_grouped_kernel<KGroupedConfig{{{initializers}}}>"
 
 
 def with_most_stages(config: KGroupedConfig) -> KGroupedConfig:

@@ -1,7 +1,7 @@
 """The GEMM of a gradient in weights: it sums over tokens, for each expert over its own.
 
-M and N features, R tokens in groups (experts) E, B blocks of 128 tokens. Both operands have a scale
-for 128 tokens of a feature ("1D1D"; `quant.columns` says how they lie).
+M and N features, E experts, B blocks of 128 tokens. Both operands have a scale for 128 tokens of a
+feature ("1D1D"), in the layouts of `quant.columns`. On a Hopper GPU the kernel is `k_grouped.cu`.
 """
 
 from itertools import pairwise
@@ -26,17 +26,17 @@ _OP = "k_grouped_gemm"
 
 
 class KGroupedInputs(NamedTuple):
-    """What `k_grouped_gemm` takes.
+    """The arguments of `k_grouped_gemm`.
 
-    a: e4m3 [B, M, 128], b: e4m3 [B, N, 128]: codes of 128 tokens of a feature, which lie side by
-        side; other strides may be any.
+    a: e4m3 [B, M, 128], b: e4m3 [B, N, 128]: the codes of 128 tokens of a feature are neighbours;
+        other strides may be any.
     a_scale_inv: fp32 [B, M]. b_scale_inv: fp32 [B, N], or [B, ceil(N/128)]: one for each block of
         128 tokens and 128 features.
     d: [E, M, N] bf16 or fp32, or [M, N] without expert_offsets; rows are contiguous.
     expert_offsets: int32 [E + 1]: expert e has the tokens from expert_offsets[e] to the next one,
-        in blocks from expert_offsets[e] / 128 + e on. None: there is one, with num_tokens in all
+        in blocks from expert_offsets[e] / 128 + e on. None: one expert has num_tokens in all
         blocks. Values are checked on the CPU only: on a GPU that would cost a synchronisation.
-    num_tokens: at most 128 B; with expert_offsets it means nothing.
+    num_tokens: at most 128 B; ignored with expert_offsets.
     accumulates: whether the product is added to what d holds, which is fp32 then.
     """
 
@@ -51,7 +51,7 @@ class KGroupedInputs(NamedTuple):
 
 
 def has_blocks_b(b: torch.Tensor, b_scale_inv: torch.Tensor) -> bool:
-    """Whether b has a scale for 128 features; of a single feature, that is the same."""
+    """Whether b has a scale for each 128 features; with one feature, both kinds are the same."""
     return b_scale_inv.shape[-1] == ceil_div(b.shape[1], BLOCK) != b.shape[1]
 
 
@@ -69,8 +69,11 @@ def check_k_grouped(inputs: KGroupedInputs) -> None:
             )
     (num_blocks, m, _), n = a.shape, b.shape[1]
     check_shape(_OP, "b", b, [num_blocks, n, BLOCK], "[B, N, 128] for a [B, M, 128]")
-    of_b = ceil_div(n, BLOCK) if has_blocks_b(b, b_scale_inv) else n
-    for name, x, size in (("a_scale_inv", a_scale_inv, m), ("b_scale_inv", b_scale_inv, of_b)):
+    num_b_scales = ceil_div(n, BLOCK) if has_blocks_b(b, b_scale_inv) else n
+    for name, x, size in (
+        ("a_scale_inv", a_scale_inv, m),
+        ("b_scale_inv", b_scale_inv, num_b_scales),
+    ):
         check_tensor(_OP, name, x, (torch.float32,), 2)
         check_shape(_OP, name, x, [num_blocks, size], "[B, features]")
     check_tensor(_OP, "d", d, (torch.float32,) if accumulates else (torch.bfloat16, torch.float32))
@@ -112,17 +115,17 @@ def _body(inputs: KGroupedInputs) -> None:
         _check_offsets(offsets, len(a))
     if has_blocks_b(b, b_scale_inv):
         b_scale_inv = b_scale_inv.repeat_interleave(BLOCK, 1)[:, : b.shape[1]]
-    for expert, of_expert in enumerate(d[None] if expert_offsets is None else d):
+    for expert, expert_d in enumerate(d[None] if expert_offsets is None else d):
         begin, end = offsets[expert : expert + 2]
         first = begin // BLOCK + expert
-        result = torch.zeros(of_expert.shape, dtype=torch.float32, device=d.device)
+        result = torch.zeros(expert_d.shape, dtype=torch.float32, device=d.device)
         for i in range(ceil_div(end - begin, BLOCK)):
             block, count = first + i, min(end - begin - i * BLOCK, BLOCK)
             products = e4m3_to_float(a[block, :, :count].contiguous()) @ (
                 e4m3_to_float(b[block, :, :count].contiguous()).T
             )
             result.addcmul_(products, a_scale_inv[block, :, None] * b_scale_inv[block])
-        of_expert.copy_(of_expert + result if accumulates else result)
+        expert_d.copy_(expert_d + result if accumulates else result)
 
 
 _INPUTS = "a", "a_scales", "b", "b_scales", "d"
@@ -143,7 +146,7 @@ def launch_k_grouped(inputs: KGroupedInputs) -> None:
         tensors.append(inputs.expert_offsets.contiguous())
         num_tokens = 0
     accumulates, sms = inputs.accumulates, busy_sms(d.get_device())
-    alignment = d.data_ptr() % TMA_BYTES  # that of all others counts not, or is known
+    alignment = d.data_ptr() % TMA_BYTES  # of the others it does not matter, or is known
     key = (_OP, *map(layout_of, tensors), num_tokens, accumulates, alignment, sms)
 
     def prepare() -> Launch | None:
@@ -187,7 +190,7 @@ An expert without tokens gets zeros. The sum has one order: the same operands gi
 # ---- The kernel ----
 
 SOURCE = Path(__file__).with_name("k_grouped.cu")
-_BAND_ROWS = 1536  # of d, that CTAs which run at once are spread over
+_BAND_ROWS = 1536  # rows of d over which the CTAs that run at once are spread
 
 
 def kernel_of(config: KGroupedConfig) -> Kernel:
@@ -227,7 +230,7 @@ def describe_k_grouped(
     config = _config_of(b, d, accumulates=accumulates)
     row_tiles, col_tiles = ceil_div(m, config.tile_m), ceil_div(n, config.tile_n * config.multicast)
     num_tiles = num_experts * row_tiles * col_tiles
-    # The stride of a single matrix, or row, says nothing.
+    # The stride of a single matrix, or of a single row, has no meaning.
     matrix_bytes, row_bytes = (
         d.bytes_of_stride(axis) if d.shape[axis] > 1 else 0 for axis in (0, 1)
     )
@@ -248,7 +251,7 @@ def describe_k_grouped(
         "aligned": not any(x % unit for x in steps),
     }
     box_m = config.tile_m // config.multicast
-    # Where d does not leave by TMA, any map will do.
+    # Where TMA does not store d, any map will do.
     last = TensorMap(a.data, (BLOCK, 8), BLOCK)
     if config.stages_output:
         last = TensorMap(d, (BLOCK // config.element_bytes, 64), BLOCK, is_written=True)
