@@ -23,7 +23,7 @@ from benchmarks.timing import copy_gbps, device_us, device_us_many, host_us
 from moefp8.kernels.common.blocks import BLOCK, MIN_AMAX, ceil_div, num_blocks, round_up
 from moefp8.quant import quantize
 from moefp8.quant.columns import quantize_1x128_and_128x1, quantize_128x1
-from moefp8.quant.quantize import Cut
+from moefp8.quant.quantize import QuantizeCut
 
 K = 7168
 ROWS = 1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384
@@ -37,7 +37,7 @@ OF_EXPERTS = (
     (65536, 768, 128), (131072, 2048, 128),
 )  # fmt: skip
 CUTS = [
-    Cut(rows, lanes, threads)
+    QuantizeCut(rows, lanes, threads)
     for rows, lanes in ((1, 16), (1, 8), (2, 16), (2, 8), (4, 16), (4, 8), (8, 16))
     for threads in (32, 64, 128, 256)
 ]

@@ -102,7 +102,7 @@ def _cache() -> Iterator[str]:
 
 
 def _tuned(index: int) -> str:
-    found = measured(index).found
+    found = measured(index).configs
     if not found:
         return f"cuda:{index}: nothing; the default serves (python -m moefp8 bench --tune measures)"
     faster = sum(config is not None for sizes in found.values() for config in sizes.values())

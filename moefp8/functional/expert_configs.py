@@ -99,7 +99,7 @@ def _largest(
     if choose is backward_configs:
         numbers: Iterable[int] = range(sizes.num_tokens + 1, most + 1)
     else:
-        measured = source.table.found.get(layer_of(sizes), ())
+        measured = source.table.configs.get(layer_of(sizes), ())
         others = {*deciding_numbers(sizes), *measured, *(n + 1 for n in measured)}
         numbers = sorted(n for n in others if sizes.num_tokens < n <= most)
     chosen = choose(source, sizes)

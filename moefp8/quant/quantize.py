@@ -32,7 +32,7 @@ from . import numerics
 Quantized = tuple[torch.Tensor, torch.Tensor]  # data, scale_inv
 
 
-class Cut(NamedTuple):
+class QuantizeCut(NamedTuple):
     """How a kernel is cut: `lanes` threads hold `rows` rows of a block; a CTA has `threads`."""
 
     rows: int
@@ -77,7 +77,7 @@ def _quantize_128x128(w: torch.Tensor, ue8m0: bool) -> Quantized:
 
 
 def launch_quantize_1x128(
-    x: torch.Tensor, ue8m0: bool, min_amax: float = MIN_AMAX, cut: Cut | None = None
+    x: torch.Tensor, ue8m0: bool, min_amax: float = MIN_AMAX, cut: QuantizeCut | None = None
 ) -> Quantized:
     """`quantize_1x128` on a Hopper GPU: one kernel on the current stream; nothing waits for it.
 
@@ -120,15 +120,15 @@ _SOURCE = Path(__file__).with_name("quantize.cu")
 _VECTOR_BYTES = TMA_BYTES  # bytes that a thread loads at once, if they are aligned
 _MAX_TILES = 2**31 - 2**10  # `Divisor` takes n < 2**31; idle threads count past the last tile
 
-_FEW_ROWS = Cut(1, 16, 128)  # a thread has few elements, so that many SMs work
+_FEW_ROWS = QuantizeCut(1, 16, 128)  # a thread has few elements, so that many SMs work
 # `_MANY_ROWS` takes 9.5 instructions for a BF16 element, `_FEW_ROWS` 20 (SASS). An H200 issues 20
 # while it moves the element's bytes. Each thread has 128 B in flight.
-_MANY_ROWS = Cut(4, 8, 128)
-BLOCK_ROWS = Cut(128, 256, 256)  # 128x128: a CTA holds a block
+_MANY_ROWS = QuantizeCut(4, 8, 128)
+BLOCK_ROWS = QuantizeCut(128, 256, 256)  # 128x128: a CTA holds a block
 _THREADS_PER_SM = 2048
 
 
-def cut_1x128(num_rows: int, num_k_blocks: int, num_sms: int) -> Cut:
+def cut_1x128(num_rows: int, num_k_blocks: int, num_sms: int) -> QuantizeCut:
     """The cut for `num_rows` rows, of all matrices together."""
     if num_rows > most_few_rows(num_k_blocks, num_sms):
         return _MANY_ROWS
@@ -142,7 +142,7 @@ def most_few_rows(num_k_blocks: int, num_sms: int) -> int:
     return num_sms * _THREADS_PER_SM // (num_k_blocks * _FEW_ROWS.lanes)
 
 
-def kernel_of(cut: Cut, dtype: torch.dtype, vectorized: bool) -> Kernel:
+def kernel_of(cut: QuantizeCut, dtype: torch.dtype, vectorized: bool) -> Kernel:
     """vectorized: eight elements can be loaded at once."""
     flag = str(vectorized).lower()
     if cut == BLOCK_ROWS:
@@ -153,7 +153,7 @@ def kernel_of(cut: Cut, dtype: torch.dtype, vectorized: bool) -> Kernel:
 
 
 def quantize_kernels(
-    target: Target, dtype: torch.dtype, most_rows: int, k: int, cut: Cut | None = None
+    target: Target, dtype: torch.dtype, most_rows: int, k: int, cut: QuantizeCut | None = None
 ) -> Iterator[Kernel]:
     """The kernels for up to `most_rows` rows of K columns, at any addresses; cut: as in
     `launch_quantize`."""
@@ -173,7 +173,7 @@ def launch_quantize(
     data: torch.Tensor,
     scale_inv: torch.Tensor,
     ue8m0: bool,
-    cut: Cut | None,
+    cut: QuantizeCut | None,
     min_amax: float = MIN_AMAX,
 ) -> Quantized:
     """Quantize x into data and scale_inv, by one kernel on the current stream if x has elements.
@@ -202,7 +202,7 @@ def describe_quantize(
     r: Record,
     x: Tensor,
     out: Codes,
-    cut: Cut | None,
+    cut: QuantizeCut | None,
     *,
     ue8m0: bool = False,
     min_amax: float = MIN_AMAX,

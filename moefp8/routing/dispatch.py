@@ -101,7 +101,7 @@ _FEW_CHOICES = WARP  # a warp holds all of them, and needs no counts
 _FEW_THREADS = 128
 
 
-class Cut(NamedTuple):
+class DispatchCut(NamedTuple):
     """How the kernels are cut.
 
     A CTA has `threads` threads, and owns `k_blocks` k-blocks of each of the `tokens` tokens of a
@@ -118,7 +118,7 @@ class Cut(NamedTuple):
 
 def cut_dispatch(
     num_tokens: int, top_k: int, num_experts: int, num_k_blocks: int, num_sms: int
-) -> Cut:
+) -> DispatchCut:
     """The cut into about one CTA for each SM; a CTA has a chunk, or a part of a small chunk."""
     chunk = tokens_of_chunk(num_tokens, top_k, num_sms)
     parts = min(num_sms // ceil_div(num_tokens, chunk), num_k_blocks // _MIN_BLOCKS)
@@ -127,9 +127,11 @@ def cut_dispatch(
     group = min(1 << (at_once.bit_length() - 1), 1 << (k_blocks - 1).bit_length())
     num_choices = num_tokens * top_k
     if _is_counted(num_choices, num_experts):
-        return Cut(chunk, k_blocks, group, MAX_THREADS, is_counted=True)
+        return DispatchCut(chunk, k_blocks, group, MAX_THREADS, is_counted=True)
     threads = max(chunk * group * _LANES, min(num_choices // 2, 512))
-    return Cut(chunk, k_blocks, group, min(MAX_THREADS, round_up(threads, WARP)), is_counted=False)
+    return DispatchCut(
+        chunk, k_blocks, group, min(MAX_THREADS, round_up(threads, WARP)), is_counted=False
+    )
 
 
 def _is_counted(num_choices: int, num_experts: int) -> bool:

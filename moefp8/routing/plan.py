@@ -246,7 +246,7 @@ class MapPlaces(NamedTuple):
     token_to_row: Place
 
 
-class Cut(NamedTuple):
+class PlanCut(NamedTuple):
     """A CTA has `threads` and a chunk of `tokens`; its warps count `ahead` rounds at once."""
 
     tokens: int
@@ -259,12 +259,12 @@ def tokens_of_chunk(num_tokens: int, top_k: int, num_sms: int) -> int:
     return max(1, min(ceil_div(num_tokens, num_sms), MAX_CHOICES // round_up(top_k, 4)))
 
 
-def cut_plan(num_tokens: int, top_k: int, num_sms: int) -> Cut:
+def cut_plan(num_tokens: int, top_k: int, num_sms: int) -> PlanCut:
     tokens, num_choices = tokens_of_chunk(num_tokens, top_k, num_sms), num_tokens * top_k
     threads = max(_MIN_THREADS, min(round_up(num_choices, WARP), _FEW_CHOICES))
     if num_choices > 2 * threads:
-        return Cut(tokens, MAX_THREADS, ahead=4)
-    return Cut(tokens, threads, ahead=1)
+        return PlanCut(tokens, MAX_THREADS, ahead=4)
+    return PlanCut(tokens, threads, ahead=1)
 
 
 class Routing(NamedTuple):

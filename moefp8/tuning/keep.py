@@ -12,7 +12,7 @@ from ..kernels.jit import write_beside_kernels
 def keep(device_index: int, found: Mapping[Layer, Mapping[int, Config | None]]) -> str:
     """Store `found` with what is there of other layers; return the file's path. Raises OSError."""
     try:
-        before = stored(device_index).found
+        before = stored(device_index).configs
     except BROKEN:
         before = {}
     data = json.dumps(to_json(Table({**before, **found})), indent=1).encode()
@@ -28,7 +28,7 @@ def to_json(table: Table) -> list[dict[str, Any]]:
             **layer._asdict(),
             "tokens": {str(size): _plain(config) for size, config in of_sizes.items()},
         }
-        for layer, of_sizes in table.found.items()
+        for layer, of_sizes in table.configs.items()
     ]
 
 

@@ -373,9 +373,9 @@ def test_bench_times_and_tunes(tmp_path, capsys):
     assert min(ratios) >= 1  # by default, nothing is faster than what was chosen
     (path,) = (tmp_path / "cache").glob("tuned-nvidia-h*.txt")
     assert str(path) in out
-    assert set(map(type, tuned.measured(0).found)) == {tuned.Dense, tuned.Experts}
+    assert set(map(type, tuned.measured(0).configs)) == {tuned.Dense, tuned.Experts}
     of_ranks = ["--experts", "8", "2", "256", "128", "--expert-parallel-size", "4"]
     assert main(["bench", "--tune", *of_ranks, "--max-tokens", "16"]) == 0
     assert "2 of 8, of which 2 a token" in capsys.readouterr().out
-    assert tuned.Experts(2, 2, 256, 128, 8) in tuned.measured(0).found
+    assert tuned.Experts(2, 2, 256, 128, 8) in tuned.measured(0).configs
     tuned.measured.cache_clear()

@@ -12,7 +12,7 @@ from moefp8.kernels.jit import compile_kernels
 from moefp8.kernels.program import Codes, Place, Record, Tensor
 from moefp8.quant import quantize as room
 from moefp8.quant.quantize import (
-    Cut,
+    QuantizeCut,
     launch_quantize_1x128,
     quantize_1x128,
     quantize_128x128,
@@ -67,7 +67,7 @@ def test_few_rows_are_spread_over_the_sms(num_rows, num_k_blocks):
 
 def test_launch_says_where_everything_lies(gpu):
     x = torch.randn(3, 10, 1024).bfloat16()[:, :9, :520]
-    data, scale_inv = launch_quantize_1x128(x, True, cut=Cut(4, 8, 64))
+    data, scale_inv = launch_quantize_1x128(x, True, cut=QuantizeCut(4, 8, 64))
     (launch,) = gpu.launched
     arguments = launch.arguments
     assert launch.kernel.name == "quantize_1x128_kernel<Input::kBFloat16, 4, 8, true>"

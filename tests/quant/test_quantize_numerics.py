@@ -10,7 +10,12 @@ import torch
 
 from moefp8.kernels import jit
 from moefp8.quant import numerics
-from moefp8.quant.quantize import Cut, launch_quantize_1x128, quantize_1x128, quantize_128x128
+from moefp8.quant.quantize import (
+    QuantizeCut,
+    launch_quantize_1x128,
+    quantize_1x128,
+    quantize_128x128,
+)
 from tests.gpu import no_synchronisation, on_gpu, poison, same_bits
 
 DTYPES = torch.bfloat16, torch.float16, torch.float32
@@ -97,8 +102,8 @@ def test_codes_of_nan_do_not_depend_on_the_processor(bad, dtype):
 
 both = pytest.mark.parametrize("op", [quantize_1x128, quantize_128x128], ids=["1x128", "128x128"])
 CUTS = (
-    None, Cut(1, 16, 32), Cut(1, 16, 256), Cut(1, 8, 128), Cut(2, 8, 128), Cut(4, 8, 32),
-    Cut(4, 8, 256), Cut(4, 16, 128), Cut(8, 16, 64),
+    None, QuantizeCut(1, 16, 32), QuantizeCut(1, 16, 256), QuantizeCut(1, 8, 128), QuantizeCut(2, 8, 128), QuantizeCut(4, 8, 32),
+    QuantizeCut(4, 8, 256), QuantizeCut(4, 16, 128), QuantizeCut(8, 16, 64),
 )  # fmt: skip
 
 

@@ -64,10 +64,10 @@ class Table:
     None says that nothing measured was faster. Numbers of tokens rise.
     """
 
-    found: Mapping[Layer, Mapping[int, Config | None]] = field(default_factory=dict)
+    configs: Mapping[Layer, Mapping[int, Config | None]] = field(default_factory=dict)
 
     def look_up(self, layer: Layer, tokens: int) -> Config | None:
-        measured = self.found.get(layer)
+        measured = self.configs.get(layer)
         if not measured:
             return None
         if tokens in measured:

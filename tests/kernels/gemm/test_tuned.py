@@ -55,12 +55,12 @@ def table(own_cache, monkeypatch):
 
 @pytest.mark.usefixtures("table")
 def test_what_is_kept_is_found():
-    assert tuned.measured(0).found == FOUND
+    assert tuned.measured(0).configs == FOUND
     other = {Dense(8, 8): {8: None}}
     keep(0, other)
-    assert tuned.measured(0).found == FOUND | other
+    assert tuned.measured(0).configs == FOUND | other
     assert keep(0, {LINEAR: {8: FLAT}}).endswith(tuned.file_name(0))
-    assert tuned.measured(0).found[LINEAR] == {8: FLAT}
+    assert tuned.measured(0).configs[LINEAR] == {8: FLAT}
 
 
 def test_a_choice_holds_where_it_was_measured_and_between_two_that_agree():
@@ -93,7 +93,7 @@ def test_choices_are_the_tables_or_the_heuristic_s():
 def test_a_file_from_before_there_were_ranks_is_read():
     told = to_json(Table({EXPERTS: FOUND[EXPERTS]}))
     del told[0]["num_global_experts"]
-    assert tuned._table_from(told).found == {EXPERTS: FOUND[EXPERTS]}
+    assert tuned._table_from(told).configs == {EXPERTS: FOUND[EXPERTS]}
 
 
 @pytest.mark.usefixtures("table")
@@ -144,10 +144,10 @@ def test_a_file_that_says_something_else_is_not_used(tmp_path, damage):
     tuned.measured.cache_clear()
     told = "cannot be used .*so the heuristic chooses; `python -m moefp8 bench"
     with pytest.warns(UserWarning, match=told) as warned:
-        assert tuned.measured(0).found == {}
+        assert tuned.measured(0).configs == {}
     assert len(str(warned[0].message)) < 1000
     keep(0, FOUND)
-    assert tuned.measured(0).found == FOUND
+    assert tuned.measured(0).configs == FOUND
 
 
 @pytest.mark.usefixtures("table")
@@ -166,13 +166,13 @@ def test_what_is_no_file_of_ours_is_not_read(tmp_path, put, told):
     put(path)
     tuned.measured.cache_clear()
     with pytest.warns(UserWarning, match=f"cannot be used .*{told}.*so the heuristic chooses"):
-        assert tuned.measured(0).found == {}
+        assert tuned.measured(0).configs == {}
 
 
 @pytest.mark.usefixtures("own_cache")
 def test_without_a_file_the_heuristic_chooses():
     tuned.measured.cache_clear()
-    assert tuned.measured(0).found == {}
+    assert tuned.measured(0).configs == {}
 
 
 @pytest.mark.usefixtures("hopper")
@@ -216,9 +216,9 @@ def test_a_table_of_the_former_name_is_adopted():
     path = Path(keep(0, FOUND))
     former = path.rename(path.with_name(FORMER_NAME))
     assert former != path
-    assert tuned.stored(0).found == FOUND
+    assert tuned.stored(0).configs == FOUND
     former.unlink()
-    assert tuned.stored(0).found == FOUND
+    assert tuned.stored(0).configs == FOUND
 
 
 @pytest.mark.usefixtures("own_cache", "hopper")
@@ -226,7 +226,7 @@ def test_a_table_is_not_adopted_by_other_kernels(monkeypatch):
     path = Path(keep(0, FOUND))
     path.rename(path.with_name(FORMER_NAME))
     monkeypatch.setattr(tuned, "source_digest", lambda source: "other")
-    assert tuned.stored(0).found == {}
+    assert tuned.stored(0).configs == {}
 
 
 @pytest.mark.usefixtures("own_cache", "hopper")
@@ -234,7 +234,7 @@ def test_a_newer_table_wins_over_the_former():
     path = Path(keep(0, FOUND))
     former = path.rename(path.with_name(FORMER_NAME))
     keep(0, {LINEAR: {8: FLAT}})
-    assert tuned.stored(0).found == {**FOUND, LINEAR: {8: FLAT}}
+    assert tuned.stored(0).configs == {**FOUND, LINEAR: {8: FLAT}}
     assert former.exists()
 
 
