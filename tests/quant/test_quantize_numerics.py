@@ -4,6 +4,7 @@ On a GPU every result equals the CPU body's bit for bit; a NaN equals a NaN.
 """
 
 from functools import partial
+from itertools import starmap
 
 import pytest
 import torch
@@ -101,10 +102,8 @@ def test_codes_of_nan_do_not_depend_on_the_processor(bad, dtype):
 
 
 both = pytest.mark.parametrize("op", [quantize_1x128, quantize_128x128], ids=["1x128", "128x128"])
-CUTS = (
-    None, QuantizeCut(1, 16, 32), QuantizeCut(1, 16, 256), QuantizeCut(1, 8, 128), QuantizeCut(2, 8, 128), QuantizeCut(4, 8, 32),
-    QuantizeCut(4, 8, 256), QuantizeCut(4, 16, 128), QuantizeCut(8, 16, 64),
-)  # fmt: skip
+SIZES_OF_CUTS = (1, 16, 32), (1, 16, 256), (1, 8, 128), (2, 8, 128), (4, 8, 32), (4, 8, 256)
+CUTS = None, *starmap(QuantizeCut, (*SIZES_OF_CUTS, (4, 16, 128), (8, 16, 64)))
 
 
 def assert_same(ours: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -> None:
