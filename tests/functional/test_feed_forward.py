@@ -121,6 +121,17 @@ def test_one_number_may_be_the_scale_of_all_blocks(at, i):
         assert_launches_right(*made, None)
 
 
+@pytest.mark.parametrize("at", [1, 2, 3, 4, 5, 6])
+def test_one_weight_alone_may_have_another_pitch(at):
+    """PyTorch calls a single row contiguous, whatever its stride is."""
+    made = operands(5, 16, 1)
+    rows, columns = made[at].shape
+    memory = torch.empty(rows, columns + 16, dtype=made[at].dtype)
+    made[at] = memory[:, :columns].copy_(made[at])
+    with emulated():
+        assert_launches_right(*made, None)
+
+
 def test_other_layers_of_one_layout_prepare_nothing():
     layers, (x, *rest) = [operands(5, 256, 264) for _ in range(3)], operands(4, 256, 264)
     with emulated() as gpu:
