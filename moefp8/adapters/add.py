@@ -38,7 +38,7 @@ def add_lora(
     Args:
         rank, alpha: `scaling` is alpha / rank, with use_rslora alpha / sqrt(rank). For experts on
             a GPU, ranks that 8 does not divide are padded with zeros in each call.
-        targets: names of modules, or ends of them behind a dot ("q_proj", "self_attn.q_proj"), or
+        targets: names of modules, or ends of them after a dot ("q_proj", "self_attn.q_proj"), or
             a string, which is a regular expression for whole names: as PEFT's `target_modules`.
             Experts have weights of their own: "experts" is both, "experts.gate_up_proj" is one.
             "all-linear", PEFT's word: experts, and each linear but a transformers model's head.
@@ -59,10 +59,10 @@ def add_lora(
             adapters. The model is unchanged.
     """
     _check(model, rank, alpha, dtype)
-    found = find_targets("add_lora", model, targets)
+    matches = find_targets("add_lora", model, targets)
     options = Options(rank, alpha, use_rslora)
-    put(model, dict.fromkeys(found, options), dtype)
-    return [target.name for target in found]
+    put(model, dict.fromkeys(matches, options), dtype)
+    return [target.name for target in matches]
 
 
 def _check(model: nn.Module, rank: int, alpha: float, dtype: torch.dtype) -> None:

@@ -1,4 +1,4 @@
-"""adapter_config.json: what `save_lora` tells PEFT, and what of PEFT's `load_lora` understands."""
+"""adapter_config.json: the fields that `save_lora` writes, and those that `load_lora` reads."""
 
 import json
 import re
@@ -14,12 +14,12 @@ from ..system.patterns import MAX_NAME, Deadline, compile_simple
 from .targets import Target, join, modules_of
 
 CONFIG = "adapter_config.json"
-LAYOUT = "0.19.0"  # the release of PEFT since which adapters of experts lie as in layout.py
+LAYOUT = "0.19.0"  # the release of PEFT since which adapters of experts are as in layout.py
 _READ = {
     *("peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora"),
     *("target_modules", "target_parameters"),
 }
-# What says how an adapter was trained or found, and nothing of what it computes.
+# Fields that say how an adapter was trained or obtained, not what it computes.
 SILENT = {
     *("auto_mapping", "base_model_name_or_path", "eva_config", "exclude_modules", "inference_mode"),
     *("layers_pattern", "layers_to_transform", "lora_dropout", "megatron_core", "peft_version"),
@@ -221,10 +221,10 @@ def read_config(path: Path) -> Settings:
 
 
 def _pattern(path: Path, config: Mapping[str, Any], key: str) -> dict[str, Any]:
-    found = config.get(key) or {}
-    if not isinstance(found, Mapping):
-        raise ValueError(f"load_lora: {path}: {key} must be an object, got {found!r}")
-    return dict(found)
+    entry = config.get(key) or {}
+    if not isinstance(entry, Mapping):
+        raise ValueError(f"load_lora: {path}: {key} must be an object, got {entry!r}")
+    return dict(entry)
 
 
 def _release(version: Any) -> tuple[int, ...]:

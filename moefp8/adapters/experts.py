@@ -1,7 +1,7 @@
 """Experts with LoRA beside their weights, forward and backward.
 
-T tokens, k choices each, E experts, H hidden, I intermediate, r rank, R = T k rows. Rows of no
-expert, which are behind the last one's, are computed along and never used.
+T tokens, k choices each, E experts, H hidden, I intermediate, r rank, R = T k rows. The rows
+after the last expert's belong to no expert: they are computed and never used.
 """
 
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from ..routing import RoutingPlan, build_plan, combine
 
 
 class LowRank(NamedTuple):
-    """What an adapter adds to a weight: `scaling * b @ a`, which is never made.
+    """An adapter adds `scaling * b @ a` to a weight. This product is never stored.
 
     a: bf16 [E, r, K]. b: bf16 [E, N, r]. x and dx are bf16 [R, K], y and dy are [R, N].
     """
@@ -43,11 +43,11 @@ class LowRank(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """What experts with adapters take.
+    """The arguments of experts with adapters.
 
     hidden_states: [T, H] bf16, fp16 or fp32. The next six: as in `functional.experts`.
     a_of_gate_up to b_of_down: as in `LowRank`; None where there is no adapter.
-    The scalings are those of both adapters, and the others attributes of `GroupedExperts`.
+    scaling_of_*: each adapter's scaling. The others are attributes of `GroupedExperts`.
     """
 
     hidden_states: torch.Tensor
@@ -70,18 +70,18 @@ class Inputs(NamedTuple):
 
 
 def _low_ranks(inputs: Inputs) -> tuple[LowRank | None, LowRank | None]:
-    """What is added to gate and up, and to down; None where there is no adapter."""
-    of_gate_up = of_down = None
+    """The adapters of gate and up, and of down; None where there is no adapter."""
+    gate_up = down = None
     if inputs.a_of_gate_up is not None and inputs.b_of_gate_up is not None:
-        of_gate_up = LowRank(inputs.a_of_gate_up, inputs.b_of_gate_up, inputs.scaling_of_gate_up)
+        gate_up = LowRank(inputs.a_of_gate_up, inputs.b_of_gate_up, inputs.scaling_of_gate_up)
     if inputs.a_of_down is not None and inputs.b_of_down is not None:
-        of_down = LowRank(inputs.a_of_down, inputs.b_of_down, inputs.scaling_of_down)
-    return of_gate_up, of_down
+        down = LowRank(inputs.a_of_down, inputs.b_of_down, inputs.scaling_of_down)
+    return gate_up, down
 
 
 class Saved(NamedTuple):
-    """What a backward takes besides the inputs and the plan: u of both adapters, and gate and up of
-    each row.
+    """The tensors that the forward saves for the backward: u of both adapters, and each row's gate
+    and up.
     """
 
     u_of_gate_up: torch.Tensor | None
@@ -92,7 +92,7 @@ class Saved(NamedTuple):
 def adapted_experts(layer: str, inputs: Inputs) -> torch.Tensor:
     """bf16 [T, H], with gradients in hidden states, top_k_weights and the adapters' a and b.
 
-    layer: who is named if a gradient of an FP8 weight is wanted, which is an error.
+    layer: the name in the error that is raised if an FP8 weight asks for a gradient.
     """
     y: torch.Tensor
     if records(layer, *inputs):
@@ -106,33 +106,33 @@ def _forward(inputs: Inputs) -> tuple[torch.Tensor, Saved, RoutingPlan]:
     """Run the experts step by step.
 
     1. Copy every token to the rows of its experts, and quantize.
-    2. Gate and up of each row, and what their adapter adds.
-    3. SwiGLU.
-    4. Down, and what its adapter adds.
+    2. Compute gate and up of each row, and add their adapter's product.
+    3. Apply SwiGLU.
+    4. Compute down, and add its adapter's product.
     5. Sum the rows of every token, each times its weight.
     """
     x, (num_experts, h, i) = inputs.hidden_states, inputs.down_proj.shape
     rank = {name: getattr(inputs, name) for name in ("expert_offset", "num_global_experts")}
     plan = build_plan(inputs.top_k_index, num_experts, **rank)
-    of_gate_up, of_down = _low_ranks(inputs)
+    gate_up_adapter, down_adapter = _low_ranks(inputs)
     offsets, multiply = plan.expert_offsets, m_grouped_fp8_gemm_nt_contiguous
     rows, u_of_gate_up, u_of_down = _rows(x, plan), None, None
     gate_up, quantized = empty_gate_up(x, len(rows), i), quantize_1x128(rows, False)
     for half, d in _halves(inputs, gate_up):
         multiply(quantized, half, d, expert_offsets=offsets)
-    if of_gate_up is not None:
-        u_of_gate_up = of_gate_up.add_to(gate_up, rows.bfloat16(), offsets)
+    if gate_up_adapter is not None:
+        u_of_gate_up = gate_up_adapter.add_to(gate_up, rows.bfloat16(), offsets)
     activated = swiglu_rows(gate_up, inputs.swiglu_limit)
     y = x.new_empty((len(rows), h), dtype=torch.bfloat16)
     down = inputs.down_proj, inputs.down_proj_scale_inv
     multiply(quantize_1x128(activated, False), down, y, expert_offsets=offsets)
-    if of_down is not None:
-        u_of_down = of_down.add_to(y, activated, offsets)
+    if down_adapter is not None:
+        u_of_down = down_adapter.add_to(y, activated, offsets)
     return combine(y, plan, inputs.top_k_weights), Saved(u_of_gate_up, u_of_down, gate_up), plan
 
 
 def _rows(x: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
-    """[R, ...]: the token of each row; the first one where a row has none."""
+    """[R, ...]: each row's token; token 0 for a row without one."""
     return x.index_select(0, plan.row_to_token.clamp(min=0))
 
 
@@ -140,7 +140,7 @@ Half = tuple[torch.Tensor, torch.Tensor]  # codes, scales
 
 
 def _halves(inputs: Inputs, gate_up: torch.Tensor) -> list[tuple[Half, torch.Tensor]]:
-    """Weights and their part of gate_up [R, 2, I]; gate and up have blocks of their own."""
+    """Pairs of weights and their part of gate_up [R, 2, I]; no block spans gate and up."""
     weight, scale_inv = inputs.gate_up_proj, inputs.gate_up_proj_scale_inv
     i = gate_up.shape[2]
     if i % BLOCK == 0:
@@ -155,47 +155,47 @@ def _halves(inputs: Inputs, gate_up: torch.Tensor) -> list[tuple[Half, torch.Ten
 def _backward(
     grad: torch.Tensor, inputs: Inputs, saved: Saved, plan: RoutingPlan, needs_x: bool
 ) -> dict[str, torch.Tensor]:
-    """The gradients of what `_forward` gives, by name, in the order of its steps from behind.
+    """The gradients of `_forward`'s inputs, by name; its steps run in reverse.
 
-    Rows have no weight of a choice before SwiGLU's gradient, which multiplies by it: dw_r is the
-    dot product of what is activated and of its gradient.
+    SwiGLU's gradient multiplies rows by the weights of their choices, and no earlier step does.
+    dw_r is the dot product of a row's activations and their gradient.
     """
-    x, weights, keeps = inputs.hidden_states, inputs.top_k_weights, inputs.keep_transposed
+    x, weights, keep_transposed = inputs.hidden_states, inputs.top_k_weights, inputs.keep_transposed
     gate_up_proj = inputs.gate_up_proj, inputs.gate_up_proj_scale_inv
     down_proj = inputs.down_proj, inputs.down_proj_scale_inv
-    of_gate_up, of_down = _low_ranks(inputs)
-    offsets, rows, found = plan.expert_offsets, _rows(grad, plan), {}
+    gate_up_adapter, down_adapter = _low_ranks(inputs)
+    offsets, rows, gradients = plan.expert_offsets, _rows(grad, plan), {}
     dy = rows.bfloat16()
     quantized = quantize_gradient_1x128(rows)
-    of_activated = grouped_dgrad(*quantized, *down_proj, offsets, 1, keeps)
-    if of_down is not None:
-        v_of_down = of_down.add_gradient_to(of_activated, dy, offsets)
+    grad_activated = grouped_dgrad(*quantized, *down_proj, offsets, 1, keep_transposed)
+    if down_adapter is not None:
+        v_of_down = down_adapter.add_gradient_to(grad_activated, dy, offsets)
     through = SwigluGradients(
         *swiglu_rows_backward(
-            of_activated, saved.gate_up, plan.token_to_row, weights, inputs.swiglu_limit
+            grad_activated, saved.gate_up, plan.token_to_row, weights, inputs.swiglu_limit
         )
     )
-    found["top_k_weights"] = through.grad_weights.to(weights.dtype)
-    if of_down is not None and saved.u_of_down is not None:
+    gradients["top_k_weights"] = through.grad_weights.to(weights.dtype)
+    if down_adapter is not None and saved.u_of_down is not None:
         activated = swiglu_rows(saved.gate_up, inputs.swiglu_limit)
         v, u = (
             (through.weight_of_row[:, None] * z).bfloat16() for z in (v_of_down, saved.u_of_down)
         )
-        found["a_of_down"] = grouped_outer(v, activated, offsets)
-        found["b_of_down"] = grouped_outer(dy, u, offsets)
+        gradients["a_of_down"] = grouped_outer(v, activated, offsets)
+        gradients["b_of_down"] = grouped_outer(dy, u, offsets)
     if needs_x:
         quantized = through.codes, through.scale_inv
-        of_rows = grouped_dgrad(*quantized, *gate_up_proj, offsets, 2, keeps)
+        grad_rows = grouped_dgrad(*quantized, *gate_up_proj, offsets, 2, keep_transposed)
     else:
-        of_rows = x.new_empty((len(rows), x.shape[1]), dtype=torch.bfloat16)  # for what is added
-    if of_gate_up is not None and saved.u_of_gate_up is not None:
+        grad_rows = x.new_empty((len(rows), x.shape[1]), dtype=torch.bfloat16)  # for the adapter's
+    if gate_up_adapter is not None and saved.u_of_gate_up is not None:
         dy = through.grad_gate_up.flatten(1)
-        v = of_gate_up.add_gradient_to(of_rows, dy, offsets)
-        found["a_of_gate_up"] = grouped_outer(v, _rows(x, plan).bfloat16(), offsets)
-        found["b_of_gate_up"] = grouped_outer(dy, saved.u_of_gate_up, offsets)
+        v = gate_up_adapter.add_gradient_to(grad_rows, dy, offsets)
+        gradients["a_of_gate_up"] = grouped_outer(v, _rows(x, plan).bfloat16(), offsets)
+        gradients["b_of_gate_up"] = grouped_outer(dy, saved.u_of_gate_up, offsets)
     if needs_x:
-        found["hidden_states"] = combine(of_rows, plan, through.is_first).to(x.dtype)
-    return found
+        gradients["hidden_states"] = combine(grad_rows, plan, through.is_first).to(x.dtype)
+    return gradients
 
 
 _TENSORS = Inputs._fields.index("scaling_of_gate_up")
@@ -204,8 +204,8 @@ _DIFFERENTIABLE = "hidden_states", "top_k_weights", *Inputs._fields[7:_TENSORS]
 
 class _AdaptedExperts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, layer: str, *given: Any) -> torch.Tensor:
-        y, saved, plan = _forward(Inputs(*given))
+    def forward(ctx: Any, layer: str, *args: Any) -> torch.Tensor:
+        y, saved, plan = _forward(Inputs(*args))
         maps = (
             plan.tokens_per_expert,
             plan.expert_offsets,
@@ -213,21 +213,21 @@ class _AdaptedExperts(torch.autograd.Function):
             plan.row_to_expert,
             plan.token_to_row,
         )
-        ctx.save_for_backward(*given[:_TENSORS], *saved, *maps)
-        ctx.layer, ctx.options = layer, given[_TENSORS:]
+        ctx.save_for_backward(*args[:_TENSORS], *saved, *maps)
+        ctx.layer, ctx.options = layer, args[_TENSORS:]
         return y
 
     @staticmethod
     @first_order
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        tensors = ctx.saved_tensors  # once: checkpointing gives them no second time
+        tensors = ctx.saved_tensors  # read once: checkpointing returns them only once
         inputs, others = Inputs(*tensors[:_TENSORS], *ctx.options), tensors[_TENSORS:]
         num_saved = len(Saved._fields)
         saved, plan = Saved(*others[:num_saved]), RoutingPlan(*others[num_saved:])
         needs = dict(zip(Inputs._fields, ctx.needs_input_grad[1:], strict=True))
         names = Inputs._fields[3:7]
-        of_weights = no_gradients(grad, ctx.layer, [needs[x] for x in names], tensors[3:7])
-        found = dict(zip(names, of_weights, strict=True))
+        weight_gradients = no_gradients(grad, ctx.layer, [needs[x] for x in names], tensors[3:7])
+        gradients = dict(zip(names, weight_gradients, strict=True))
         if any(needs[name] for name in _DIFFERENTIABLE):
-            found |= _backward(grad, inputs, saved, plan, needs["hidden_states"])
-        return None, *(found.get(x) if needs[x] else None for x in Inputs._fields)
+            gradients |= _backward(grad, inputs, saved, plan, needs["hidden_states"])
+        return None, *(gradients.get(x) if needs[x] else None for x in Inputs._fields)

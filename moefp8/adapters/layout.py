@@ -1,8 +1,8 @@
 """Keys and layouts of PEFT's files. N out, K in, r rank, E experts.
 
 PEFT names tensors by the modules that it wraps around a model's. One that wraps experts has the
-adapter of one weight; where both weights have one, that of gate_up_proj lies inside that of
-down_proj, under `base_layer`. Experts stand side by side: A is [E r, K], expert by expert, and B is
+adapter of one weight; where both weights have one, gate_up_proj's keys are under those of
+down_proj, below `base_layer`. Experts stand side by side: A is [E r, K], expert by expert, and B is
 [N, r E], where column i E + e is column i of expert e (`ParamWrapper` of PEFT, 0.19 and later).
 """
 

@@ -22,7 +22,7 @@ _Tensors = Mapping[str, torch.Tensor]
 
 
 def load_lora(model: nn.Module, directory: str | os.PathLike[str]) -> list[str]:
-    """Read adapters that `save_lora` or PEFT wrote into a model's.
+    """Load the adapters that `save_lora` or PEFT wrote into a model.
 
     A model without adapters gets those of the files, as `add_lora` would add them, in the dtype of
     the files, each of the rank that PEFT's `rank_pattern` and `alpha_pattern` say. These regular
@@ -46,14 +46,14 @@ def load_lora(model: nn.Module, directory: str | os.PathLike[str]) -> list[str]:
         raise ValueError(
             f"load_lora: {folder} was written while it was read; load the adapters again"
         )
-    found = adapted(model)
-    targets = found or _targets_in(model, tensors, settings)
+    existing = adapted(model)
+    targets = existing or _targets_in(model, tensors, settings)
     keys, options = keys_by_target(targets), settings.of(targets)
-    if found:
+    if existing:
         _check_options(options)
     _check_layout(settings, targets)
     _check(tensors, keys, options)
-    if not found:
+    if not existing:
         dtype = next(iter(tensors.values())).dtype
         put(model, options, dtype)
     with torch.no_grad():
@@ -65,7 +65,7 @@ def load_lora(model: nn.Module, directory: str | os.PathLike[str]) -> list[str]:
     return [target.name for target in targets]
 
 
-# ---- What files have ----
+# ---- The files' contents ----
 
 
 def _read(path: Path) -> dict[str, torch.Tensor]:
@@ -87,10 +87,10 @@ def _read(path: Path) -> dict[str, torch.Tensor]:
 
 def _targets_in(model: nn.Module, tensors: _Tensors, settings: Settings) -> list[Target]:
     """The weights of a model without adapters that the keys of a file stand for."""
-    found = {key: re.fullmatch(KEY, key) for key in tensors}
-    if strange := [key for key, match in found.items() if match is None]:
+    matches = {key: re.fullmatch(KEY, key) for key in tensors}
+    if strange := [key for key, match in matches.items() if match is None]:
         raise ValueError(f"load_lora: {_some(strange)} must be named {KEY}, as LoRA of PEFT is")
-    paths = dict.fromkeys(match[1].rstrip(".") for match in found.values() if match)
+    paths = dict.fromkeys(match[1].rstrip(".") for match in matches.values() if match)
     modules = modules_of(model)
     names = []
     for path in paths:
@@ -135,7 +135,7 @@ def _check_options(options: Mapping[Target, Options]) -> None:
 
 
 def _check_layout(settings: Settings, targets: Iterable[Target]) -> None:
-    """Shapes tell how adapters of experts lie, unless the weights of each are square."""
+    """Shapes show the layout of adapters of experts, unless each expert's weights are square."""
     stacks = [x for x in targets if x.parameter != "weight" and x.shape[1] == x.shape[2]]
     if settings.is_old and stacks:
         raise ValueError(

@@ -48,16 +48,16 @@ class LoRA(Adapter):
         self.B.zero_()
 
     def forward(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """y + scaling * B (A x), in the shape and dtype of y, which is what the weight gave for x.
+        """y + scaling * B (A x), in the shape and dtype of y, the weight's product with x.
 
         x: [..., K]; y: [..., N]. A and B are cast to the dtype of y, and so is A x, also under
-        autocast, whose FP16 would not hold all of BF16. It is for the weight of a linear; what
-        those of experts do with their adapters is in experts.py.
+        autocast, whose FP16 would not hold all of BF16. This is for linears;
+        experts.py is for the adapters of experts.
         """
         a, b, x = self.A.to(y.dtype), self.B.to(y.dtype), x.to(y.dtype)
-        rows, of_weight = x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1])
+        x_rows, y_rows = x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1])
         with without_autocast(y.device):
-            total = torch.addmm(of_weight, rows @ a.t(), b.t(), alpha=self.scaling)
+            total = torch.addmm(y_rows, x_rows @ a.t(), b.t(), alpha=self.scaling)
         return total.view(y.shape)
 
     def extra_repr(self) -> str:

@@ -1,4 +1,4 @@
-"""PEFT is told of FP8 layers: for all of a process once it is imported, or one config at a time."""
+"""Register FP8 layers with PEFT: for a whole process at import, or for one config at a time."""
 
 import warnings
 from typing import Any
@@ -56,7 +56,7 @@ def tell_peft() -> None:
 def _tell() -> None:
     try:
         from .peft import put_tuner
-    except ImportError as error:  # whoever imports PEFT may want it for other models
+    except ImportError as error:  # PEFT may be imported for other models
         warnings.warn(
             f"moefp8.adapters: this release of PEFT cannot be told of FP8 layers ({error}); "
             "moefp8.adapters.add_lora and load_lora do without it",

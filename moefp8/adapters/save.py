@@ -26,20 +26,20 @@ WEIGHTS = "adapter_model.safetensors"
 def lora_state_dict(
     model: nn.Module, state_dict: Mapping[str, torch.Tensor] | None = None
 ) -> dict[str, torch.Tensor]:
-    """The adapters of a model under PEFT's keys, in PEFT's layout; it shares what memory it can.
+    """The adapters of a model under PEFT's keys, in PEFT's layout; memory is shared if possible.
 
-    Of a model in `fully_shard`, all ranks must call it, and each gets whole tensors. state_dict: a
-    `state_dict()` of the model to take them from instead, as FSDP gathers it.
+    All ranks must call it for a model in `fully_shard`, and each gets whole tensors. state_dict: a
+    `state_dict()` of the model, as FSDP gathers it, to take the adapters from instead.
     """
-    found: dict[str, torch.Tensor] = {}
+    adapters: dict[str, torch.Tensor] = {}
     state = None if state_dict is None else {bare(name): x for name, x in state_dict.items()}
     for target, keys in keys_by_target(adapted(model)).items():
         lora, name = lora_of(target), join(target.path, f"lora_{target.parameter}")
         a, b = lora.A, lora.B
         if state is not None:
             a, b = state[f"{name}.A"], state[f"{name}.B"]
-        found |= zip(keys, to_file(_whole(a), _whole(b)), strict=True)
-    return found
+        adapters |= zip(keys, to_file(_whole(a), _whole(b)), strict=True)
+    return adapters
 
 
 def save_lora(
@@ -50,7 +50,7 @@ def save_lora(
     """Write the adapters of a model, and nothing else, as PEFT does: two files in `directory`.
 
     PEFT reads them for the model in BF16, `PeftModel.from_pretrained(model, directory)`, and can
-    merge them there. What the directory holds under these names is replaced. state_dict: as in
+    merge them there. Files of these names in the directory are replaced. state_dict: as in
     `lora_state_dict`.
 
     Weights never stand beside the config of other weights: a save that fails replaces neither file
@@ -124,7 +124,7 @@ def save_pretrained(
     push_to_hub: bool = False,
     **kwargs: Any,
 ) -> None:
-    """What `add_lora` puts before `save_pretrained` of a model of transformers.
+    """`add_lora` makes this the `save_pretrained` of a model of transformers.
 
     It writes adapters alone, as transformers does of a model with adapters of PEFT, so that its
     `Trainer` saves what it trained.
@@ -169,7 +169,7 @@ def keys_by_target(targets: Iterable[Target]) -> dict[Target, Keys]:
 
 
 def _whole(x: torch.Tensor) -> torch.Tensor:
-    """x, or all of it, if `fully_shard` has spread it over ranks."""
+    """x, gathered from all ranks if `fully_shard` has sharded it."""
     x = x.detach()
     gather = getattr(x, "full_tensor", None)
     return x if gather is None else gather()

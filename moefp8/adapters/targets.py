@@ -121,9 +121,9 @@ def _named(
             )
         for name in names:
             stacks = [join(name, stack) for stack in STACKS if join(name, stack) in known]
-            found = [name] if name in known else stacks if _is_experts(modules[name]) else []
-            chosen |= {name: known[name] for name in found}
-            unsupported |= {} if found else {name: modules[name]}
+            matches = [name] if name in known else stacks if _is_experts(modules[name]) else []
+            chosen |= {name: known[name] for name in matches}
+            unsupported |= {} if matches else {name: modules[name]}
     if unsupported:
         name, module = next(iter(unsupported.items()))
         more = f" (and {len(unsupported) - 1} more)" if len(unsupported) > 1 else ""

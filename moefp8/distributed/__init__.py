@@ -1,4 +1,4 @@
-"""A rank's part of a model, and what PyTorch's data parallel wrappers are told of FP8 modules.
+"""A rank's part of a model, and FP8 modules in PyTorch's data parallel wrappers.
 
 `ExpertParallel` lets the ranks of a group share experts.
 """

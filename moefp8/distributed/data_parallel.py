@@ -1,4 +1,4 @@
-"""What PyTorch's data parallel wrappers are told of frozen FP8 parameters, which they cannot take.
+"""Make PyTorch's data parallel wrappers leave out frozen FP8 parameters, which they cannot take.
 
 `DistributedDataParallel` broadcasts all parameters, which gloo cannot do with FP8. FSDP flattens
 parameters together, which must then have one dtype.
@@ -37,7 +37,7 @@ def prepare_ddp(model: nn.Module, process_group: Any = None) -> nn.Module:
     """Let `DistributedDataParallel(model, process_group=...)` take a model with frozen FP8 modules.
 
     Call it on all ranks of the group, on the model that is wrapped; it returns that. All ranks get
-    the frozen parameters of the first, as bytes, and the wrapper is told to leave those alone.
+    the frozen parameters of the first, as bytes, and the wrapper then ignores them.
 
     Raises:
         ValueError: ranks differ in names, shapes, dtypes or in what `shard` left, or the model is
@@ -56,7 +56,7 @@ def prepare_ddp(model: nn.Module, process_group: Any = None) -> nn.Module:
 
 
 def _check_alike(model: nn.Module, frozen: dict[str, nn.Parameter], process_group: Any) -> None:
-    """All ranks tell what they hold, and come to the same verdict."""
+    """All ranks compare what they hold, and come to the same verdict."""
     own = {name: f"{x.dtype} {list(x.shape)} on {x.device.type}" for name, x in frozen.items()}
     for prefix, module in model.named_modules():
         for leaf, parts in parts_of_plain(module).items():

@@ -78,11 +78,11 @@ class ShardedWeight(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         masters = tree_map_only(cls, lambda x: x.master, (args, kwargs or {}))
-        found = func(*masters[0], **masters[1])
+        result = func(*masters[0], **masters[1])
         if func not in _KEEPING:
-            return found
+            return result
         parts = args[0].parts
-        return tree_map_only(torch.Tensor, lambda x: cls(x, parts), found)
+        return tree_map_only(torch.Tensor, lambda x: cls(x, parts), result)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         return ["master"], self.parts

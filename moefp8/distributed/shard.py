@@ -42,7 +42,7 @@ _SCALE = "_scale_inv"
 
 
 class _Cut(NamedTuple):
-    """What a kind does to one module: what is kept of its size, and of each parameter."""
+    """A cut of one module: the part of its size, and of each parameter, that stays."""
 
     name: str
     module: Any
@@ -56,8 +56,8 @@ def shard(model: nn.Module, plan: Mapping[str, Kind], rank: int, num_ranks: int)
     """Keep of every module that `plan` names the part of this rank, in place.
 
     Call it after `convert`, on the meta device to load what is kept and nothing else
-    (`load_checkpoint` reads a rank's own bytes), or on a model that is filled. Axes differ in
-    what a caller must add, since nothing here communicates:
+    (`load_checkpoint` reads a rank's own bytes), or on a model that is filled. Nothing here
+    communicates, so each axis leaves something to the caller:
 
     - "rows": `out_features`; each rank gives its own columns of the output.
     - "columns": `in_features`; takes [..., end - begin] of the input, and the outputs of all ranks
@@ -67,11 +67,11 @@ def shard(model: nn.Module, plan: Mapping[str, Kind], rank: int, num_ranks: int)
       those of other ranks with score 0. `expert_offset` is the id of its first expert, and
       `num_global_experts` how many the whole model has.
 
-    Boundaries may lie within a block of 128: see `moefp8.layers.parts`. A second call may cut
+    Boundaries may be within a block of 128: see `moefp8.layers.parts`. A second call may cut
     the same modules along another axis. Hooks and modules stay. Returns `model`.
 
-    Master weights become new parameters, which an optimizer has to be made of. Blocks of their
-    codes begin anew with the part.
+    Master weights become new parameters: make the optimizer after the cut. Blocks of their codes
+    start again at the part's first row and column.
 
     Args:
         plan: pattern (fnmatch) of dotted names -> kind. Every module that matches must have the
@@ -135,19 +135,19 @@ def _cuts(name: str, module: nn.Module, kind: Kind, rank: int, num_ranks: int) -
 
 
 def _is_linear(module: Any) -> bool:
-    """Whether it can be cut: nobody knows which scales other subclasses have, or what they do."""
+    """Whether it can be cut: other subclasses may have any scales, and compute anything."""
     return type(module) is nn.Linear or isinstance(module, FP8Linear)
 
 
 def _is_experts(module: nn.Module) -> bool:
-    """Whether it is ours, or has stacked weights and neither scales nor biases."""
+    """Whether it is a `GroupedExperts`, or has stacked weights and neither scales nor biases."""
     names = {name for name, parameter in module._parameters.items() if parameter is not None}
     is_known = isinstance(module, GroupedExperts) or names == {"gate_up_proj", "down_proj"}
     return is_known and is_stacked(module)
 
 
 def _axes(module: Any, kind: Kind) -> tuple[int, dict[str, int]]:
-    """The length of what `kind` cuts, and its axis in each parameter."""
+    """The length of the axis that `kind` cuts, and its number in each parameter."""
     if kind == "rows":
         return module.out_features, {"weight": 0, f"weight{_SCALE}": 0, "bias": 0}
     if kind == "columns":
@@ -190,10 +190,10 @@ def _apply(cut: _Cut) -> None:
 
 
 def _part_of(name: str, kind: Kind, part: Part) -> Part:
-    """What is kept of the parameter, along the axis that is cut."""
+    """The part of the parameter that stays, along the axis that is cut."""
     if kind == "intermediate" and name.startswith("gate_up_proj"):
         part = replace(part, num_halves=2)
-    return part.of_blocks() if name.endswith(_SCALE) and kind != "experts" else part
+    return part.in_blocks() if name.endswith(_SCALE) and kind != "experts" else part
 
 
 def _local(whole: torch.Tensor, parts: Parts) -> torch.Tensor:
@@ -212,7 +212,7 @@ def _tell(module: Any, kind: Kind, part: Part) -> None:
     elif kind == "columns":
         module.in_features, module.columns_before = width, part.padding
     elif kind == "intermediate":
-        for name in ("intermediate_size", "intermediate_dim"):  # ours, and that of transformers
+        for name in ("intermediate_size", "intermediate_dim"):  # ours, and transformers'
             if hasattr(module, name):
                 setattr(module, name, part.padding + width)
     else:
@@ -231,13 +231,13 @@ def _to_own_ids(
     if chosen == "moefp8" and hasattr(module, "has_gate"):  # only such classes ask the config
         return None  # it takes the ids as they are
     names = "hidden_states", "top_k_index", "top_k_weights"
-    given = dict(zip(names, args, strict=False)) | kwargs
-    index, weights = given["top_k_index"], given["top_k_weights"]
+    inputs = dict(zip(names, args, strict=False)) | kwargs
+    index, weights = inputs["top_k_index"], inputs["top_k_weights"]
     if index.device.type == "cpu" and not torch.compiler.is_compiling():
         check_choices(type(module).__name__, index, module.num_global_experts)
-    given["top_k_index"], given["top_k_weights"] = own_choices(module, index, weights)
-    in_order = [given.pop(name) for name in names[: len(args)]]
-    return (*in_order, *args[len(names) :]), given
+    inputs["top_k_index"], inputs["top_k_weights"] = own_choices(module, index, weights)
+    in_order = [inputs.pop(name) for name in names[: len(args)]]
+    return (*in_order, *args[len(names) :]), inputs
 
 
 def own_choices(

@@ -3,7 +3,7 @@
 `from_pretrained(path, quantization_config=moefp8.hf.FP8Config())` loads block-FP8 checkpoints
 into our modules, and quantizes others as they are loaded; `experts_implementation="moefp8"` runs
 the experts that transformers keeps itself; `ep_implementation="moefp8"` brings tokens to experts
-that lie on several ranks. It needs the extra `hf`.
+on several ranks. It needs the extra `hf`.
 
 Reading order: `versions`, `config`, `other_formats`, `quantizer` (what is swapped, and what is
 checked before), `placement` (several devices), `merge` (how experts reach their stacks), `experts`,

@@ -1,4 +1,4 @@
-"""What `from_pretrained` is told: that moefp8 does the FP8 of a model."""
+"""The config by which `from_pretrained` hands the FP8 of a model to moefp8."""
 
 import copy
 import os
@@ -38,8 +38,8 @@ class FineGrainedFP8Config(transformers.FineGrainedFP8Config):
 
     Args:
         skip, only, filter_fn, overrides: as in `convert`, for checkpoints that are not FP8 yet; a
-            UserWarning tells if one is. None is the same as ().
-        modules_to_not_convert: transformers' name for skip; both may be given.
+            UserWarning says if one is. None is the same as ().
+        modules_to_not_convert: transformers' name for skip; both may be passed.
         activation_scheme, weight_block_size, dequantize, modules_to_convert, scale_fmt,
             expert_dtype: transformers' other keywords, which must have their defaults.
 

@@ -52,8 +52,8 @@ def refuse_parallel(what: str, ways: str = "") -> NoReturn:
 
 
 def _check_linears(model: Any, config: Any) -> None:
-    given = config.tp_plan if isinstance(config.tp_plan, dict) else {}
-    plan = {} if given == {} and config.tp_plan is not None else {**model.tp_plan, **given}
+    own_plan = config.tp_plan if isinstance(config.tp_plan, dict) else {}
+    plan = {} if own_plan == {} and config.tp_plan is not None else {**model.tp_plan, **own_plan}
     cut: dict[str, str] = {}
     for name, module in model.named_modules():
         if isinstance(module, FP8Linear):

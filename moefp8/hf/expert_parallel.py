@@ -23,7 +23,7 @@ class FP8ExpertParallel(EPImplementation):
     A token travels once to each rank that holds one of its experts, and its experts there give
     their sum, as in `moefp8.distributed.ExpertParallel`. With `experts_implementation="moefp8"`
     SwiGLU experts compute in FP8 and tokens travel as FP8 codes, half of the bytes; other experts
-    of ours, and any other `experts_implementation`, are given tokens as they are, at least one a
+    of ours, and any other `experts_implementation`, take tokens unquantized, at least one a
     call. Gradients flow to hidden states, scores, and the weights that the experts' forward trains.
 
     Where the ranks of a TP group share a batch, each takes its part of the tokens, and gets the
@@ -59,8 +59,8 @@ class FP8ExpertParallel(EPImplementation):
             y = self.parallel(self._fp8_experts(x.shape[-1]), x, ids, scores, None)
             return with_frozen_weights(self.module, y)
 
-        def forward(x: torch.Tensor, ids: torch.Tensor, of_choices: torch.Tensor) -> torch.Tensor:
-            y: torch.Tensor = self.experts_forward(x, ids.long(), of_choices.to(scores.dtype))
+        def forward(x: torch.Tensor, ids: torch.Tensor, own_scores: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = self.experts_forward(x, ids.long(), own_scores.to(scores.dtype))
             return y
 
         weights = list(self.module.parameters())

@@ -24,7 +24,7 @@ from ..quant import BlockScaled
 from ..quant.each import quantize_128x128_each_into
 from ..routing import build_plan, combine, dispatch
 
-_CACHE = "_moefp8_experts"  # it is no submodule, so that no state dict holds it
+_CACHE = "_moefp8_experts"  # no submodule, so that no state dict holds it
 _Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -70,7 +70,7 @@ def experts_of(module: nn.Module) -> _Experts:
 
 
 def weights_kept_beside(model: nn.Module) -> Iterator[torch.Tensor]:
-    """What `experts_forward` keeps in FP8, made again where a module's own weights have changed."""
+    """The FP8 weights that `experts_forward` keeps, made again if a module's own have changed."""
     for module in model.modules():
         if _CACHE in module.__dict__:
             experts_of(module)
@@ -93,7 +93,7 @@ FP8ExpertsInterface.register("moefp8", fp8_experts_forward)
 
 
 def _refuse_parametrized(module: nn.Module) -> NoReturn:
-    """FP8 weights are made once, of what lies beneath: a sum with an adapter would not be seen."""
+    """FP8 weights are made once, from the original weights: they would lack an adapter's part."""
     raise ValueError(
         f'experts_implementation="moefp8": {type(module).__name__} is parametrized (by '
         "torch.nn.utils.parametrize, or PEFT's target_parameters), which its FP8 weights would not "
@@ -103,7 +103,7 @@ def _refuse_parametrized(module: nn.Module) -> NoReturn:
 
 
 class _Cache:
-    """FP8 experts, and the parameters that they were made of, as they were then.
+    """FP8 experts, and the parameters that they were made from, with their state at that time.
 
     It holds the parameters themselves, so that no new one has the id of an old one. A copy of the
     module makes its own.
@@ -115,7 +115,7 @@ class _Cache:
         _CACHES.add(self)
 
     def note(self, module: nn.Module) -> None:
-        """Note that the weights are those of the module as it is now."""
+        """Note that the weights are up to date with the module."""
         self.is_stale = False
         self.made_of = list(module.parameters(recurse=False))
         self.states = _states_of(module)
@@ -124,7 +124,7 @@ class _Cache:
         return not self.is_stale and _states_of(module) == self.states
 
     def is_of_memory_of(self, module: nn.Module) -> bool:
-        """Whether the parameters are where they were, whatever they hold now."""
+        """Whether the parameters are at the same addresses, whatever values they have now."""
         here, before = _states_of(module), self.states
         return [x[:1] + x[2:] for x in here] == [x[:1] + x[2:] for x in before]
 
@@ -148,7 +148,7 @@ register_optimizer_step_post_hook(_see_step)
 
 
 def _states_of(module: nn.Module) -> list[Any]:
-    """What changes when a parameter does, unless made in inference mode or set through `.data`."""
+    """States that change with parameters, unless made in inference mode or set through `.data`."""
     return [
         (_identity(x), None if x.is_inference() else x._version, x.data_ptr(), x.device, x.dtype)
         for x in module.parameters(recurse=False)
@@ -156,17 +156,17 @@ def _states_of(module: nn.Module) -> list[Any]:
 
 
 def _identity(x: torch.Tensor) -> int:
-    """Of a parameter, or of its storage where transformers shows each call a new view of it.
+    """Identifies a parameter, or its storage if transformers passes a new view to each call.
 
-    That is a rank's part of a DTensor, in expert parallelism; torch 2.13 marks it as a parameter.
+    The view is a rank's part of a DTensor (expert parallelism); torch 2.13 marks it as a parameter.
     """
     return x.untyped_storage()._cdata if type(x) is torch.Tensor else id(x)
 
 
 def _weight(module: nn.Module, name: str) -> torch.Tensor:
-    """A parameter, or what transformers puts in its place for the time of a call."""
-    found: Any = module._parameters[name]
-    weight: torch.Tensor = found
+    """A parameter, or the tensor that transformers puts in its place during a call."""
+    parameter: Any = module._parameters[name]
+    weight: torch.Tensor = parameter
     return weight
 
 
@@ -174,7 +174,7 @@ def _weight(module: nn.Module, name: str) -> torch.Tensor:
 @torch.no_grad()
 @torch.inference_mode(False)  # what is kept outlives the mode in which it was made
 def _prepare(module: nn.Module, before: _Cache | None) -> _Cache:
-    """before: what was made of other values, whose memory graphs may know."""
+    """before: the cache for older values; graphs may know its memory."""
     limits = swiglu_limits(module) if module.has_gate else []
     is_plain = not (module.has_bias or getattr(module, "has_post_expert_norm", False))
     is_swiglu = bool(limits) and is_plain
@@ -198,8 +198,8 @@ def _weights(
 ) -> tuple[BlockScaled, BlockScaled]:
     """The module's weights as [E, F, H] (F = 2I, gate first, or I without a gate) and [E, H, I].
 
-    F is divided into so many `halves` before it is cut into blocks. memory: what the same gave
-    before, which is filled again.
+    F is divided into so many `halves` before it is cut into blocks. memory: the result
+    of an earlier call, to be filled again.
     """
     name, _ = names = _weight_names(module)
     first, second = (_weight(module, x).detach() for x in names)
@@ -208,16 +208,16 @@ def _weights(
         for before, now in zip(memory, stored, strict=False):
             if before.scale_inv.data_ptr() != now.scale_inv.data_ptr():  # FP32 copies
                 before.scale_inv.copy_(now.scale_inv)
-        of_first, of_second = memory or stored
-        return of_first, of_second
+        first_codes, second_codes = memory or stored
+        return first_codes, second_codes
     if module.is_transposed:
         first, second = first.transpose(1, 2), second.transpose(1, 2)
     if module.has_gate and not module.is_concatenated:
         first = first.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
-    of_first, of_second = memory or (_empty(first, halves), _empty(second, 1))
-    _quantize(first, halves, of_first)
-    _quantize(second, 1, of_second)
-    return of_first, of_second
+    first_codes, second_codes = memory or (_empty(first, halves), _empty(second, 1))
+    _quantize(first, halves, first_codes)
+    _quantize(second, 1, second_codes)
+    return first_codes, second_codes
 
 
 def _empty(weights: torch.Tensor, halves: int) -> BlockScaled:
@@ -229,7 +229,7 @@ def _empty(weights: torch.Tensor, halves: int) -> BlockScaled:
 
 
 def _quantize(weights: torch.Tensor, halves: int, q: BlockScaled) -> None:
-    """Quantize one expert at a time, so that only that one's values are copied."""
+    """Quantize one expert at a time, so that only one expert's values are copied."""
     stack = [x.view(halves * len(x), -1, x.shape[-1]) for x in q]
     for expert, weight in enumerate(weights):
         matrices = weight.contiguous().unflatten(0, (halves, -1))
@@ -262,7 +262,7 @@ def _stored(module: nn.Module, name: str, data: torch.Tensor, halves: int) -> Bl
 
 
 def _rank_of(module: nn.Module) -> dict[str, Any]:
-    """What `shard` has told the module."""
+    """The attributes by which `shard` says which experts the module holds."""
     names = "expert_offset", "num_global_experts"
     return {name: getattr(module, name) for name in names if hasattr(module, name)}
 
@@ -280,7 +280,7 @@ def _swiglu_experts(
 
 
 def _any_experts(module: Any, first: BlockScaled, second: BlockScaled) -> _Experts:
-    """Two grouped GEMMs, and between them whatever the module does there."""
+    """Two grouped GEMMs, and between them the module's own steps."""
     rank, name = _rank_of(module), type(module).__name__
 
     def experts(

@@ -15,7 +15,7 @@ def check_filled(model: Any) -> None:
     """Raise CheckpointError if weights were drawn that only a checkpoint can give.
 
     A model of the class that config.json names, or without a head, needs all its weights. A model
-    for another task, with a head of its own, needs layers, embeddings and all that lies below the
+    for another task, with a head of its own, needs layers, embeddings and all weights below the
     head; if config.json names no class, the output embedding too. Poolers, and what the model says
     may be missing, may be drawn.
     """
@@ -38,7 +38,7 @@ def check_filled(model: Any) -> None:
 
 
 def _base_of(model: Any) -> Any:
-    """The model below the head, itself if it has no head, or None if a head lies beside its parts.
+    """The model below the head, itself if it has no head, or None if a head is beside its parts.
 
     In the last two cases `base_model` is the model itself: the class is FooModel or FooForBar.
     """

@@ -19,7 +19,7 @@ from transformers.core_model_loading import (
 
 from ..checkpoint.files.thread_pool import run_all
 
-SCALE = "_scale_inv"  # what follows the name of a weight in the name of its scales
+SCALE = "_scale_inv"  # a weight's name and this suffix name its scales
 _NUM_THREADS = 4
 
 
@@ -34,7 +34,7 @@ def copying_once(conversion: Any) -> Any:
 
 
 def with_scales(conversion: Any, scales: Sequence[str]) -> list[Any]:
-    """A conversion of weights, and the same of their scales if the model has such.
+    """A conversion of weights, and a copy of it for their scales if the model has scales.
 
     scales: names of the model's parameters that end with SCALE.
     """
@@ -57,7 +57,7 @@ def is_target(pattern: str, name: str, or_above: bool = False) -> bool:
 
 
 def _copy_of(conversion: Any, suffix: str, operations: list[Any]) -> WeightConverter:
-    """A copy with other operations, and with `suffix` behind the keys and names it converts."""
+    """A copy with other operations, and with `suffix` after the keys and names it converts."""
     sources = [source + suffix for source in conversion._original_source_patterns]
     targets = [target + suffix for target in conversion._original_target_patterns]
     if hasattr(conversion, "copy"):
@@ -74,15 +74,15 @@ class _Unstack(SplitModulelist):
     In 5.10 to 5.17 transformers' own drops that side, and scales lose their rows.
     """
 
-    def convert(self, input_dict: Any, **given: Any) -> Any:  # type: ignore[override]
-        found: dict[str, Any] = {}
+    def convert(self, input_dict: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        tensors: dict[str, Any] = {}
         for source, held in input_dict.items():
             stack = held[0] if isinstance(held, list) else held
             names = self.get_target_patterns(
-                input_dict, source, given["target_patterns"], len(stack)
+                input_dict, source, kwargs["target_patterns"], len(stack)
             )
-            found.update(zip(names, stack.unbind(0), strict=True))
-        return found
+            tensors.update(zip(names, stack.unbind(0), strict=True))
+        return tensors
 
 
 class _Merge(MergeModulelist):
@@ -100,9 +100,9 @@ class _HandOn(_Merge):
         return dict(input_dict)
 
 
-def _stack(step: Any, input_dict: Any, **given: Any) -> Any:
-    lists = [input_dict.pop(name) for name in given["source_patterns"] if name in input_dict]
-    return {given["target_patterns"][0]: _stacked(lists)}
+def _stack(step: Any, input_dict: Any, **kwargs: Any) -> Any:
+    lists = [input_dict.pop(name) for name in kwargs["source_patterns"] if name in input_dict]
+    return {kwargs["target_patterns"][0]: _stacked(lists)}
 
 
 class _Stack(_Merge):

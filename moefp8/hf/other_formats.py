@@ -1,7 +1,7 @@
 """What `from_pretrained` says of an `FP8Config` for a checkpoint that is in another format.
 
-transformers holds the checkpoint's config against the one that it is given, and names their classes
-if these differ. A user of moefp8 needs to know what loads such a checkpoint.
+transformers compares the checkpoint's config with the one that it gets, and names their classes if
+these differ. A user of moefp8 needs to know what loads such a checkpoint.
 """
 
 from typing import Any

@@ -10,7 +10,7 @@ from ..layers.conversion.selection import can_swap
 
 @contextmanager
 def unhooked(model: nn.Module) -> Iterator[None]:
-    """Take hooks off linears, experts and what lies within, and give them to their successors.
+    """Take hooks off linears, experts and modules in them, and give them to their successors.
 
     Hooks of offloaded modules stay, since they bring the weights; `convert` refuses such modules.
     """

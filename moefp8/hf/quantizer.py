@@ -332,9 +332,9 @@ def _fp8_in_pickles(files: list[Path]) -> Iterator[str]:
                 yield f"{name} in {file}"
 
 
-def _refuse_fp8(found: Iterator[Entry] | Iterator[str]) -> None:
+def _refuse_fp8(entries: Iterator[Entry] | Iterator[str]) -> None:
     """Refuse FP8 tensors: without a config that says FP8, codes would be taken for weights."""
-    if (first := next(found, None)) is not None:
+    if (first := next(entries, None)) is not None:
         raise CheckpointError(
             f"{first}: FP8, but the model's config has no quantization_config, so its scales would "
             "be left out; fetch the checkpoint's own config.json, pass "

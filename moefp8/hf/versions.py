@@ -13,10 +13,10 @@ def check() -> None:
     needed, way_out = ".".join(map(str, OLDEST)), "pip install '.[hf]' in a clone"
     if find_spec("transformers") is None:
         raise ImportError(f"moefp8.hf needs transformers >= {needed}: {way_out}")
-    from transformers import __version__ as found
+    from transformers import __version__ as version
 
-    if tuple(int(number) for number in re.findall(r"\d+", found)[:2]) < OLDEST:
-        raise ImportError(f"moefp8.hf needs transformers >= {needed}, got {found}: {way_out}")
+    if tuple(int(number) for number in re.findall(r"\d+", version)[:2]) < OLDEST:
+        raise ImportError(f"moefp8.hf needs transformers >= {needed}, got {version}: {way_out}")
 
 
 def has_ep_implementations() -> bool:

@@ -14,9 +14,9 @@ def adapters_of(model: nn.Module) -> dict[str, Adapter]:
 
 def check_no_adapters(op: str, model: nn.Module, why: str) -> None:
     """Raise ValueError, which says why and what to do, if the model has adapters."""
-    if found := adapters_of(model):
+    if names := [*adapters_of(model)]:
         raise ValueError(
-            f"{op}: the model must have no adapters, {why}, but has {len(found)} "
-            f"({next(iter(found))}, ...); keep them with moefp8.adapters.save_lora, and take them "
+            f"{op}: the model must have no adapters, {why}, but has {len(names)} "
+            f"({names[0]}, ...); keep them with moefp8.adapters.save_lora, and take them "
             "off with moefp8.adapters.remove_lora(model)"
         )

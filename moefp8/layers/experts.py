@@ -23,7 +23,7 @@ from .trainable import TrainableModule, check_own_weights, check_whole, master_p
 
 ExpertLayout = Literal["auto", "contiguous", "masked"]
 Matrices = torch.Tensor | list[torch.Tensor]  # E of them
-# `moefp8.distributed` puts here what lets experts lie on the ranks of a mesh: (experts, mesh).
+# `moefp8.distributed` adds a function that spreads experts over a mesh's ranks: (experts, mesh).
 PARALLELIZERS: list[Callable[["GroupedExperts", Any], None]] = []
 WEIGHTS = "gate_up_proj", "gate_up_proj_scale_inv", "down_proj", "down_proj_scale_inv"
 
@@ -38,7 +38,7 @@ class GroupedExperts(TrainableModule):
     Args:
         num_experts, hidden_size, intermediate_size: E (those held here), H and I, any sizes.
         swiglu_limit: clamps gate from above and up on both sides before they meet.
-        layout: how rows lie between the GEMMs on a GPU; no result depends on it. "contiguous" packs
+        layout: of rows between the GEMMs on a GPU; no result depends on it. "contiguous" packs
             them; "masked" gives every expert T rows, and takes 0 to 9 % longer for up to 128 tokens
             and up to twice as long for 1024 (H200). So "auto" is contiguous.
         device: as in `nn.Linear`; "meta" allocates nothing.
@@ -170,7 +170,7 @@ class GroupedExperts(TrainableModule):
         trainable: they are the master weights themselves, and parameters stay what they are.
 
         Raises TypeError unless they are bf16, fp16 or fp32, ValueError if shapes do not fit, or
-        columns of master weights do not lie one after the other.
+        rows of master weights are not contiguous.
         """
         op = "GroupedExperts.from_weights"
         check_tensor(op, "gate_up_proj", gate_up_proj, FLOATS, 3)
@@ -179,12 +179,12 @@ class GroupedExperts(TrainableModule):
         options: dict[str, Any] = {"swiglu_limit": swiglu_limit, "layout": layout, "wgrad": wgrad}
         experts = cls(*down_proj.shape, device="meta", **options)
         if trainable:
-            given = {"gate_up_proj": gate_up_proj, "down_proj": down_proj}
-            for name, x in given.items():
+            weights = {"gate_up_proj": gate_up_proj, "down_proj": down_proj}
+            for name, x in weights.items():
                 check_rows_contiguous(op, name, x)
             made = {
                 name: x if isinstance(x, nn.Parameter) else nn.Parameter(x)
-                for name, x in given.items()
+                for name, x in weights.items()
             }
             experts._hold_master_weights(made, wgrad)
             return experts
@@ -203,10 +203,10 @@ class GroupedExperts(TrainableModule):
             for x in (self.gate_up_proj, self.down_proj)
         )
         for expert in range(0 if down.is_meta else self.num_experts):
-            halves, scales, *of_down = (self._look_up(name)[expert] for name in WEIGHTS)
+            halves, scales, *down_codes = (self._look_up(name)[expert] for name in WEIGHTS)
             q = BlockScaled(*(x.unflatten(0, (2, len(x) // 2)) for x in (halves, scales)))
             gate_up[expert] = dequantize(q, dtype).flatten(0, 1)
-            down[expert] = dequantize(BlockScaled(*of_down), dtype)
+            down[expert] = dequantize(BlockScaled(*down_codes), dtype)
         gate_up = without_padding(self, "gate_up_proj", gate_up)
         return gate_up, without_padding(self, "down_proj", down)
 
@@ -280,7 +280,7 @@ class GroupedExperts(TrainableModule):
             top_k_weights: [T, k] bf16, fp16 or fp32.
             addend: bf16 [T, H], or in the shape of `hidden_states`; it is added to the result in
                 BF16, before the cast to another dtype of `hidden_states`. So for BF16 it equals an
-                addition behind the layer to the bit.
+                addition after the layer to the bit.
 
         Returns:
             A tensor in the shape and dtype of `hidden_states`, rounded to BF16 on the way.
@@ -290,7 +290,7 @@ class GroupedExperts(TrainableModule):
         Raises TypeError or ValueError for other inputs; `backward()` raises NotImplementedError if
         a frozen weight asks for a gradient.
         """
-        if self.parallel is not None:  # it also tells the other ranks what is wrong
+        if self.parallel is not None:  # it also reports errors to the other ranks
             exchanged: torch.Tensor = self.parallel(
                 self, hidden_states, top_k_index, top_k_weights, addend
             )
@@ -320,8 +320,8 @@ class GroupedExperts(TrainableModule):
                 "GroupedExperts", master, self.saved_dtype, self.wgrad, reuse_codes=self.training
             )
             return y if y.dtype == hidden_states.dtype else y.to(hidden_states.dtype)
-        given: tuple[Any, ...] = (*tokens, *map(self._look_up, WEIGHTS), *options, *rank, addend)
-        inputs = ExpertsInputs(*given)
+        args: tuple[Any, ...] = (*tokens, *map(self._look_up, WEIGHTS), *options, *rank, addend)
+        inputs = ExpertsInputs(*args)
         y = routed_experts("GroupedExperts", inputs, self.saved_dtype, self.keep_transposed)
         return y if y.dtype == hidden_states.dtype else y.to(hidden_states.dtype)
 

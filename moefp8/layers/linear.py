@@ -21,7 +21,7 @@ class FP8Linear(TrainableModule):
     """`y = x @ dequantize(weight).T + bias`, with FP8 operands and FP32 accumulation.
 
     Activations are quantized to 1x128 blocks on the way in; the result is rounded to BF16, then
-    given in the dtype of `x`. Gradients flow to `x`, by an FP8 GEMM with the transposed weight, and
+    cast to the dtype of `x`. Gradients flow to `x`, by an FP8 GEMM with the transposed weight, and
     to the bias. The weight is frozen codes, or with `trainable` a master weight that has a
     gradient, too, by an FP8 GEMM.
 
@@ -32,7 +32,7 @@ class FP8Linear(TrainableModule):
         device: as in `nn.Linear`; "meta" allocates nothing.
         keep_transposed: whether the transposed weight, which gradients are made with, is kept on a
             GPU once it was needed. True takes 1 more byte for each weight; with False every
-            backward transposes anew; None keeps it if a quarter of the GPU's memory is free then.
+            backward transposes again; None keeps it if a quarter of the GPU's memory is free then.
             Beside a master weight, codes of both are kept: 2 bytes for each weight.
         trainable: whether the weight is a master weight, of which codes are made for each value
             that it has; `freeze` and `unfreeze` change that.
@@ -118,10 +118,10 @@ class FP8Linear(TrainableModule):
         """Quantize the weight of `linear`, which is not changed; the bias is shared with it.
 
         trainable: the weight is shared, too, and stays the parameter that it is: an optimizer that
-            knows it need not be told.
+            has it keeps working.
 
         Raises TypeError unless it is an `nn.Linear` whose weight is bf16, fp16 or fp32, ValueError
-        if columns of a master weight do not lie one after the other.
+        if rows of a master weight are not contiguous.
         """
         op = "FP8Linear.from_linear"
         if not isinstance(linear, nn.Linear):

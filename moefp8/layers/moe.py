@@ -34,18 +34,18 @@ class SharedExperts(nn.Module):
         *,
         swiglu_limit: float | None = None,
         device: torch.device | str | None = None,
-        **of_linears: Any,
+        **linear_options: Any,
     ) -> None:
         super().__init__()
         self.swiglu_limit = swiglu_limit
-        options: dict[str, Any] = {"bias": False, "device": device, **of_linears}
+        options: dict[str, Any] = {"bias": False, "device": device, **linear_options}
         self.gate_proj = FP8Linear(hidden_size, intermediate_size, **options)
         self.up_proj = FP8Linear(hidden_size, intermediate_size, **options)
         self.down_proj = FP8Linear(intermediate_size, hidden_size, **options)
 
     @property
     def is_one_op(self) -> bool:
-        """Whether calling a projection multiplies by its weight, as all do, and does no more."""
+        """Whether each projection multiplies by its weight and does no more, and all are alike."""
         kinds = set()
         for x in (self.gate_proj, self.up_proj, self.down_proj):
             if type(x) is not FP8Linear or x.bias is not None or is_wrapped(x):
@@ -76,8 +76,8 @@ class SharedExperts(nn.Module):
             )
         else:
             weights = [y for z in projections for y in (z.weight, z.weight_scale_inv)]
-            given: tuple[Any, ...] = rows, *weights, limit, down.batch_invariant
-            y = shared_experts("SharedExperts", FeedForwardInputs(*given), down.keep_transposed)
+            args: tuple[Any, ...] = rows, *weights, limit, down.batch_invariant
+            y = shared_experts("SharedExperts", FeedForwardInputs(*args), down.keep_transposed)
         y = y.view(x.shape)
         return y if y.dtype == x.dtype else y.to(x.dtype)
 

@@ -1,8 +1,8 @@
 """Which part of a whole layer a module holds: notes that `shard` leaves and checkpoints read.
 
 An axis is cut into [begin, end) for each rank. FP8 weights have a scale for each block of 128, so
-what is held begins where a block does: zeros (`padding`, at most 127) stand for the entries of
-other ranks in front of `begin`, and the scales of all blocks that are touched are held as stored.
+a rank's tensor begins where a block does: zeros (`padding`, at most 127) take the place of other
+ranks' entries before `begin`. The rank holds the whole's scales of every block with its entries.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +22,7 @@ Index = tuple[int | slice, ...]
 class Part:
     """[begin, end) of `total` entries along an axis; in memory, `padding` zeros come before them.
 
-    num_halves is 2 where gate and up, each cut like this, lie one behind the other.
+    num_halves is 2 where gate and up, each cut like this, are stored one after the other.
     """
 
     begin: int
@@ -33,15 +33,15 @@ class Part:
 
     @property
     def size(self) -> int:
-        """How long the axis is here."""
+        """The length of the axis in memory."""
         return self.num_halves * (self.padding + self.end - self.begin)
 
     @property
     def whole_size(self) -> int:
         return self.num_halves * self.total
 
-    def of_blocks(self) -> "Part":
-        """The blocks that these entries touch, each half being cut into blocks by itself."""
+    def in_blocks(self) -> "Part":
+        """The blocks that these entries are in; each half has blocks of its own."""
         blocks = self.begin // BLOCK, num_blocks(self.end), num_blocks(self.total)
         return Part(*blocks, num_halves=self.num_halves)
 
@@ -70,7 +70,7 @@ Parts = Mapping[int, Part]  # axis -> its part; other axes are whole
 def parts_of(module: nn.Module) -> Mapping[str, Parts]:
     """The parts of a module's parameters by name; empty for a module that is whole.
 
-    A parameter that is noted and None lies on other ranks.
+    A parameter that is noted and None is on other ranks.
     """
     return module.__dict__.get(_ATTRIBUTE, {})
 
@@ -84,7 +84,7 @@ def note_parts(module: nn.Module, parts: Mapping[str, Parts]) -> None:
 
 
 def parts_of_plain(module: nn.Module) -> dict[str, Parts]:
-    """The parts of the same module without FP8, which has no scales and no padding."""
+    """The parts of the module's copy without FP8, which has no scales and no padding."""
     return {
         name: {axis: replace(part, padding=0) for axis, part in parts.items()}
         for name, parts in parts_of(module).items()
@@ -112,7 +112,7 @@ def whole_shape(shape: Sequence[int], parts: Parts) -> tuple[int, ...]:
 def boxes(shape: Sequence[int], parts: Parts) -> Iterator[tuple[tuple[slice, slice], ...]]:
     """(place in the whole, place here) along every axis, for each piece that is contiguous in both.
 
-    `shape` may be that of the tensor here or of the whole: only axes that are not cut count.
+    `shape` may be the shape here or the whole shape: only axes that are not cut count.
     """
     spans = (
         parts[axis].spans() if axis in parts else [(slice(0, n), slice(0, n))]
@@ -122,7 +122,7 @@ def boxes(shape: Sequence[int], parts: Parts) -> Iterator[tuple[tuple[slice, sli
 
 
 def paddings(parts: Parts) -> Iterator[Index]:
-    """The places here that must be zero."""
+    """The indices of the padding here, which must be zero."""
     for axis, part in parts.items():
         for _, here in part.spans():
             if part.padding:
@@ -139,12 +139,12 @@ def overlaps(shape: Sequence[int], parts: Parts, index: Index) -> Iterator[tuple
     for box in boxes(shape, parts):
         there: list[slice] = []
         here: list[int | slice] = []
-        for x, (first, last), (of_whole, of_here) in zip(wanted, bounds, box, strict=True):
-            start = max(first, of_whole.start)
-            stop = max(start, min(last, of_whole.stop))
+        for x, (first, last), (whole, local) in zip(wanted, bounds, box, strict=True):
+            start = max(first, whole.start)
+            stop = max(start, min(last, whole.stop))
             if start == stop and first < last:
                 break
-            moved = of_here.start - of_whole.start
+            moved = local.start - whole.start
             if isinstance(x, slice):
                 there.append(slice(start - first, stop - first))
                 here.append(slice(start + moved, stop + moved))

@@ -54,8 +54,8 @@ class TopKRouter(FixedDtypeModule):
         super().__init__()
         if scoring not in ("softmax", "sigmoid"):
             raise ValueError(f"TopKRouter: scoring must be 'softmax' or 'sigmoid', got {scoring!r}")
-        of_sigmoid = num_groups, topk_groups, scaling_factor, correction_bias
-        if scoring == "softmax" and of_sigmoid != (1, 1, 1.0, False):
+        sigmoid_options = num_groups, topk_groups, scaling_factor, correction_bias
+        if scoring == "softmax" and sigmoid_options != (1, 1, 1.0, False):
             raise ValueError(
                 "TopKRouter: num_groups, topk_groups, scaling_factor and correction_bias are for "
                 "scoring='sigmoid'"

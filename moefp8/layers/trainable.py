@@ -163,7 +163,7 @@ def freeze(model: nn.Module) -> nn.Module:
 
     Each `FP8Linear` and `GroupedExperts` that is trainable becomes frozen: codes and scales in
     place of master weights, biases that ask for no gradient. What was tied stays tied. A warning
-    tells of weights that are NaN or infinite. A model of transformers is then saved in FP8, as
+    names weights that are NaN or infinite. A model of transformers is then saved in FP8, as
     after `convert`.
 
     Parameters are new ones, so an optimizer that knew the old ones trains nothing any more; nor
@@ -222,21 +222,21 @@ def unfreeze(
 def _trainable_modules(op: str, model: nn.Module) -> dict[str, TrainableModule]:
     if not isinstance(model, nn.Module):
         raise TypeError(f"{op}: model must be an nn.Module, got {type(model).__name__}")
-    found = {name: x for name, x in model.named_modules() if isinstance(x, TrainableModule)}
-    if not found:
+    layers = {name: x for name, x in model.named_modules() if isinstance(x, TrainableModule)}
+    if not layers:
         warnings.warn(
             f"{op}: the model has no FP8 modules, so nothing was changed; moefp8.convert(model) "
             "makes some",
             stacklevel=3,
         )
-    return found
+    return layers
 
 
 Held = tuple[nn.Parameter | None, nn.Parameter | None]  # a weight and its scales
 
 
 def _names(module: TrainableModule) -> tuple[str, ...]:
-    """Of what a change of form may make anew, and several modules may share."""
+    """The parameters that a change of form may replace; several modules may share one."""
     return *module.master_names, "bias"
 
 

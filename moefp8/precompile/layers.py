@@ -44,9 +44,9 @@ _OPS = {"softmax": "softmax_topk", "sigmoid": "sigmoid_group_topk"}
 
 @dataclass(frozen=True)
 class Precompiled:
-    """num_kernels: how many were compiled, or found in the cache; seconds: how long it took.
+    """num_kernels: how many were compiled or already in the cache; seconds: the time it took.
 
-    problem: why they are not on disk, so that only this process has them; None: they are.
+    problem: why the kernels are not on disk, but in this process alone; None: they are on disk.
     """
 
     num_kernels: int
@@ -69,9 +69,9 @@ def precompile(
     """Compile every kernel that calls of `model` with 1 to `max_tokens` tokens can need.
 
     It launches nothing and needs no GPU, only NVRTC (`pip install nvidia-cuda-nvrtc`), so that a
-    container image can be built with a warm cache. The model may lie anywhere, also on the meta
-    device: only sizes count. What is in the cache is not compiled again. Kernels that cannot be
-    kept on disk serve this process alone: a UserWarning and the result's `problem` say why.
+    container image can be built with a warm cache. The model may be on any device, also
+    meta: only sizes count. Kernels in the cache are not compiled again. Kernels that cannot be kept
+    on disk serve this process alone: a UserWarning and the result's `problem` say why.
 
     Args:
         max_tokens: batch times sequence length of one call. A call with more works, too, and
@@ -126,9 +126,9 @@ def kernels_of(
 ) -> list[Kernel]:
     """The kernels that `precompile` compiles; first come those that take long."""
     _check_numbers(max_tokens=max_tokens, top_k=top_k, num_sms=num_sms)
-    for given in (dtype, updating):
-        if given is not None:
-            check_dtype("precompile", given)
+    for x in (dtype, updating):
+        if x is not None:
+            check_dtype("precompile", x)
     dtypes = _dtypes_of(model) if dtype is None else frozenset({dtype})
     layers = dict.fromkeys(_layers_of(model, top_k))
     if not layers:
@@ -139,10 +139,10 @@ def kernels_of(
         )
     sources = _config_sources(num_sms)
     demands = [Demand(max_tokens, dtypes, configs, backward) for configs in sources]
-    found = [kernel for demand in demands for layer in layers for kernel in layer.kernels(demand)]
+    kernels = [kernel for demand in demands for layer in layers for kernel in layer.kernels(demand)]
     if updating is not None:
-        found += _kernels_of_new_weights(model, updating, backward)
-    return sorted(dict.fromkeys(found), key=lambda kernel: kernel.source.name != "gemm.cu")
+        kernels += _kernels_of_new_weights(model, updating, backward)
+    return sorted(dict.fromkeys(kernels), key=lambda kernel: kernel.source.name != "gemm.cu")
 
 
 def _check_numbers(**numbers: int | None) -> None:
@@ -154,7 +154,7 @@ def _check_numbers(**numbers: int | None) -> None:
 def _kernels_of_new_weights(
     model: nn.Module, dtype: torch.dtype, backward: bool
 ) -> Iterator[Kernel]:
-    """Those that quantize what `updating` is given; a backward may have kept W^T."""
+    """Kernels that quantize the weights of `updating`, and W^T, which a backward may have kept."""
     for module in model.modules():
         for name in module.fp8_names if isinstance(module, FixedDtypeModule) else ():
             weight, is_cut = getattr(module, name), bool(parts_of(module))
@@ -172,7 +172,7 @@ def _kernels_of_new_weights(
 def _layers_of(model: nn.Module, top_k: int | None) -> Iterator[Layer]:
     modules = dict(model.named_modules())
     parts: set[nn.Module] = set()  # linears of shared experts that are one op
-    in_fp32: set[nn.Module] = set()  # those that take what is activated
+    in_fp32: set[nn.Module] = set()  # linears whose input is SwiGLU's output
     for name, module in modules.items():
         if module in parts:
             continue
@@ -197,9 +197,9 @@ def _layers_of(model: nn.Module, top_k: int | None) -> Iterator[Layer]:
         elif isinstance(module, TopKRouter):
             yield Router(_OPS[module.scoring], module.num_experts, module.hidden_size)
         elif isinstance(module, GroupedExperts):
-            found = _experts_of(module, top_k or _top_k_of(model, modules, name))
+            experts = _experts_of(module, top_k or _top_k_of(model, modules, name))
             parallel = module.parallel
-            yield found if parallel is None else ExpertsOfRank(found, Exchange.of(parallel))
+            yield experts if parallel is None else ExpertsOfRank(experts, Exchange.of(parallel))
 
 
 def _experts_of(module: GroupedExperts, top_k: int) -> Experts | TrainedExperts | ExpertsInSteps:
@@ -211,7 +211,7 @@ def _experts_of(module: GroupedExperts, top_k: int) -> Experts | TrainedExperts 
 
 
 def _master_of(module: TrainableModule) -> Master:
-    """How gradients in its weights are computed, as they ask for them now."""
+    """How gradients of the weights are computed, for weights that require them now."""
     weights = [module.get_parameter(name) for name in module.master_names]
     trained = [x for x in weights if x.requires_grad]
     outputs = set()
@@ -225,7 +225,7 @@ def _master_of(module: TrainableModule) -> Master:
 
 
 def _top_k_of(model: nn.Module, modules: dict[str, nn.Module], name: str) -> int:
-    """What a module beside the experts of that name says, else the model's config."""
+    """top_k as a module beside the experts `name` has it, else as the model's config has it."""
     parent = modules[name.rpartition(".")[0]]
     config: Any = getattr(model, "config", None)
     places = (*parent.children(), parent, getattr(config, "text_config", None), config)
@@ -241,21 +241,21 @@ def _top_k_of(model: nn.Module, modules: dict[str, nn.Module], name: str) -> int
 
 
 def _dtypes_of(model: nn.Module) -> frozenset[torch.dtype]:
-    """The dtypes of other modules' parameters, which activations have: those of 16 bits, if any."""
+    """The dtypes of activations: those of other parameters, of 16 bits if there are any."""
     others = (x for x in model.modules() if not isinstance(x, FixedDtypeModule))
-    found = {x.dtype for module in others for x in module.parameters(recurse=False)}
-    found &= set(FLOATS)
-    return frozenset(found - {torch.float32} or found or {torch.bfloat16})
+    dtypes = {x.dtype for module in others for x in module.parameters(recurse=False)}
+    dtypes &= set(FLOATS)
+    return frozenset(dtypes - {torch.float32} or dtypes or {torch.bfloat16})
 
 
 def _config_sources(num_sms: int | None) -> list[ConfigSource]:
-    """A source for each kind of Hopper GPU here, or of those with num_sms if it is given.
+    """A source for each kind of Hopper GPU here, or of those with num_sms, if not None.
 
-    Without such a GPU it is the heuristic's for num_sms, or for the most common number.
+    Without such a GPU: the heuristic for num_sms, or for the most common number of SMs.
     """
     gpus = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
     hoppers = [i for i in gpus if current_driver().runs_our_kernels(i)]
     if num_sms is not None:
         hoppers = [i for i in hoppers if current_driver().num_sms(i) == num_sms]
-    found = {config_source_of(i): None for i in hoppers}
-    return list(found) or [ConfigSource(num_sms or DEFAULT_SMS, num_sms or DEFAULT_SMS)]
+    sources = {config_source_of(i): None for i in hoppers}
+    return list(sources) or [ConfigSource(num_sms or DEFAULT_SMS, num_sms or DEFAULT_SMS)]

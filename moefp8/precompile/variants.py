@@ -1,7 +1,7 @@
-"""Which ops a layer has, and so which kernels it can need for one token or up to `max_tokens`.
+"""Which ops a layer has, and so which kernels it can need for 1 to `max_tokens` tokens.
 
 T tokens, k choices each, E experts, H hidden, I intermediate. Nothing is compiled or launched here.
-An op lists its kernels itself, by the records that it makes.
+Each op lists its own kernels, by the records that it makes.
 """
 
 from collections.abc import Iterable, Iterator
@@ -45,12 +45,12 @@ _BF16 = torch.bfloat16
 
 
 class Demand(NamedTuple):
-    """What layers are to be ready for.
+    """The calls that layers are compiled for.
 
-    max_tokens: the most of one call, at least 1.
-    dtypes: those of activations: bf16, fp16 and fp32, or some of them; or e4m3 alone, of codes.
-    configs: which configs GEMMs have, on a GPU of so many SMs or as measured on one.
-    backward: whether there are gradients through the layers, too.
+    max_tokens: the most tokens of one call, at least 1.
+    dtypes: of activations: some of bf16, fp16 and fp32; or e4m3 alone, for codes.
+    configs: the configs of GEMMs, by the number of SMs of a GPU or as measured on one.
+    backward: whether there are also gradients through the layers.
     """
 
     max_tokens: int
@@ -63,21 +63,21 @@ class Demand(NamedTuple):
         return Target(ARCHITECTURE, self.configs.all_sms, self.configs)
 
     def taking(self, dtypes: frozenset[torch.dtype] | None) -> "Demand":
-        """The same for activations of these dtypes, if they are given."""
+        """A copy for activations of these dtypes; `self` for None."""
         return self if dtypes is None else self._replace(dtypes=dtypes)
 
     @property
     def scores(self) -> frozenset[torch.dtype]:
-        """Our routers give FP32 scores; those of others have the dtype of activations."""
+        """The dtypes of scores: FP32 of our routers, and the activations' of other routers."""
         return self.dtypes - {E4M3} | {torch.float32}
 
     @property
     def gradients(self) -> frozenset[torch.dtype]:
-        """They are BF16 or as activations; of codes they are codes."""
+        """The dtypes of gradients: BF16 and the activations'; for codes, codes alone."""
         return self.dtypes if E4M3 in self.dtypes else self.dtypes | {torch.bfloat16}
 
-    def given(self, dtypes: Iterable[torch.dtype]) -> Iterator[CallTensors]:
-        """Calls of experts with tokens of these dtypes."""
+    def call_tensors(self, dtypes: Iterable[torch.dtype]) -> Iterator[CallTensors]:
+        """The tensors of experts' calls with tokens of these dtypes."""
         return starmap(CallTensors, product(dtypes, self.scores, (True, False)))
 
     def quantize(self, dtype: torch.dtype, most_rows: int, k: int) -> Iterator[Kernel]:
@@ -87,7 +87,7 @@ class Demand(NamedTuple):
 class Linear(NamedTuple):
     """`fp8_linear`, weights [N, K].
 
-    takes: dtypes of its activations, if not those of the model. batch_invariant: as in the module.
+    takes: dtypes of its activations; None: those of the model. batch_invariant: as in the module.
     """
 
     n: int
@@ -116,7 +116,7 @@ class Linear(NamedTuple):
             )
 
     def dgrad_kernels(self, demand: Demand) -> Iterator[Kernel]:
-        """Those of BF16 gradients in its input."""
+        """Kernels of the input's gradient, for BF16 gradients of the output."""
         sizes, is_invariant = (demand.max_tokens, self.k, self.n), self.batch_invariant
         return linear_kernels(demand.target, *sizes, _BF16, batch_invariant=is_invariant)
 
@@ -125,8 +125,8 @@ class Master(NamedTuple):
     """How weights are held and trained.
 
     dtype: of the master weights. wgrad: as in the module.
-    outputs: what becomes of their gradients: (dtype, whether they are added to what is there);
-        nothing if they get none.
+    outputs: (dtype, whether it is added to an existing gradient) of each kind of gradient;
+        empty if the weights get none.
     """
 
     dtype: torch.dtype
@@ -135,7 +135,7 @@ class Master(NamedTuple):
 
     @property
     def has_columns(self) -> bool:
-        """Whether gradients in the weights are of column codes."""
+        """Whether the weights' gradients are computed from column codes."""
         return self.wgrad != "bf16" and bool(self.outputs)
 
     @property
@@ -171,7 +171,7 @@ class TrainedLinear(NamedTuple):
             yield from self.backward_kernels(demand)
 
     def backward_kernels(self, demand: Demand) -> Iterator[Kernel]:
-        """Those of gradients in the input alone, and with those of the weight; BF16 ones."""
+        """Kernels of the input's gradient, alone and with the weight's, for BF16 gradients."""
         linear, master = self
         yield from linear.dgrad_kernels(demand)
         for dtype, accumulates in master.outputs if master.has_columns else ():
@@ -206,7 +206,7 @@ class FeedForward(NamedTuple):
                 )
 
     def forward_kernels(self, demand: Demand) -> Iterator[Kernel]:
-        """Those of a forward, and of one that saves for a backward if there is one."""
+        """Kernels of a forward, and of one that saves tensors if there is a backward."""
         h, i, is_invariant = self
         for dtype, saves in product(demand.dtypes, {False, demand.backward}):
             sizes, options = (demand.max_tokens, h, i), {"batch_invariant": is_invariant}
@@ -216,7 +216,7 @@ class FeedForward(NamedTuple):
 class TrainedFeedForward(NamedTuple):
     """Shared experts with master weights as one op, and their gradients.
 
-    masters: those of gate, up and down.
+    masters: of gate, up and down.
     """
 
     frozen: FeedForward
@@ -256,12 +256,12 @@ class Experts(NamedTuple):
             yield from self._backward_kernels(demand)
 
     def forward_kernels(self, demand: Demand) -> Iterator[Kernel]:
-        """Those of a forward, and of one that saves for a backward if there is one."""
+        """Kernels of a forward, and of one that saves tensors if there is a backward."""
         sizes = self.sizes(demand)
-        for given in demand.given(demand.dtypes):
-            yield from experts_kernels(demand.target, sizes, given)
-            if demand.backward:  # what saves for a backward is contiguous
-                saving = sizes._replace(masked=False), given._replace(saved=_BF16)
+        for tensors in demand.call_tensors(demand.dtypes):
+            yield from experts_kernels(demand.target, sizes, tensors)
+            if demand.backward:  # a forward that saves is contiguous
+                saving = sizes._replace(masked=False), tensors._replace(saved=_BF16)
                 yield from experts_kernels(demand.target, *saving)
 
     def sizes(self, demand: Demand) -> Sizes:
@@ -275,10 +275,10 @@ class Experts(NamedTuple):
         sizes = self.sizes(demand)._replace(masked=False)
         for k in {self.hidden_size, self.intermediate_size}:
             yield from transpose_kernels(demand.target, k)
-        for given in demand.given(demand.gradients):
+        for tensors in demand.call_tensors(demand.gradients):
             for saved in (_BF16, E4M3):
-                kept = given._replace(saved=saved)
-                yield from experts_backward_kernels(demand.target, sizes, kept)
+                saving = tensors._replace(saved=saved)
+                yield from experts_backward_kernels(demand.target, sizes, saving)
         yield from self.quantize_saved(demand)
 
 
@@ -303,12 +303,12 @@ class TrainedExperts(NamedTuple):
     def _in_fp8(self, demand: Demand) -> Iterator[Kernel]:
         sizes, outputs = self.frozen.sizes(demand)._replace(masked=False), self.master.outputs
         for dtype, accumulate in outputs or {(None, False)}:
-            for given in demand.given(demand.dtypes):
+            for tensors in demand.call_tensors(demand.dtypes):
                 for saved in (_BF16, E4M3):
                     yield from trained_backward_kernels(
                         demand.target,
                         sizes,
-                        given._replace(saved=saved),
+                        tensors._replace(saved=saved),
                         blocks=self.master.blocks,
                         dtypes=(dtype, dtype),
                         accumulate=accumulate,
@@ -364,8 +364,8 @@ class ExpertsInSteps(NamedTuple):
 class Exchange(NamedTuple):
     """How ranks exchange the tokens of experts.
 
-    num_ranks: P. num_sharing: among how many ranks a call's tokens are divided before.
-    peers, collective: whether tokens may travel so.
+    num_ranks: P. num_sharing: how many ranks share a call's tokens before the exchange.
+    peers, collective: whether tokens may travel this way.
     """
 
     num_ranks: int
@@ -379,11 +379,11 @@ class Exchange(NamedTuple):
         return cls(experts.group.size, num_sharing, *experts.group.may_use)
 
     def most_sent(self, max_tokens: int) -> int:
-        """How many tokens a rank has at most, of calls with up to max_tokens."""
+        """The most tokens that a rank sends, in calls with up to max_tokens."""
         return ceil_div(max_tokens, self.num_sharing)
 
     def most_received(self, max_tokens: int) -> int:
-        """How many the experts of a rank have at most."""
+        """The most tokens that a rank's experts receive."""
         return self.most_sent(max_tokens) * self.num_ranks
 
     def kernels(self, demand: Demand, hidden_size: int, *, are_codes: bool) -> Iterator[Kernel]:
@@ -404,7 +404,7 @@ class Exchange(NamedTuple):
 
 
 class ExpertsOfRank(NamedTuple):
-    """A rank's part of experts, to which tokens of all ranks come; to frozen ones as codes."""
+    """A rank's part of experts, which takes tokens of all ranks; frozen experts take codes."""
 
     experts: Experts | TrainedExperts | ExpertsInSteps
     exchange: Exchange

@@ -16,8 +16,8 @@ from ..quant import BlockScaled, quantize_128x128
 def take_floats(layer: Any, name: str, problem: str | None = None) -> None:
     """Let a parameter's loader quantize bf16, fp16 and fp32, too, by the rule of `convert`.
 
-    A loader of vLLM or SGLang cuts what comes for this rank and copies it, codes and scales alike:
-    so it is given both. What comes is a whole matrix [N, K], or a stack of them.
+    A loader of vLLM or SGLang cuts a tensor for this rank and copies it, codes and scales alike: so
+    it gets both. The tensor is a whole matrix [N, K], or a stack of them.
 
     Args:
         name: of E4M3 weights; their scales are the parameter `<name>_scale_inv`. Where the engine
@@ -37,7 +37,7 @@ def take_floats(layer: Any, name: str, problem: str | None = None) -> None:
         if problem is not None:
             raise ValueError(f"{problem}; send E4M3 codes and {scale_name}, or load a checkpoint")
         data, scale_inv = _quantized(loaded_weight, param.device, ue8m0)
-        result = function(*before, param, data, *args, **kwargs)  # it refuses what does not fit
+        result = function(*before, param, data, *args, **kwargs)  # it raises if shapes do not fit
         scales = getattr(owner(), scale_name)
         named = {key: _name_of_scales(x) for key, x in kwargs.items()}
         rest = scale_inv, *map(_name_of_scales, args)
@@ -57,7 +57,7 @@ def take_floats(layer: Any, name: str, problem: str | None = None) -> None:
 def cut_problem(rows: Sequence[int], k: int, *, is_of_rank: bool) -> str | None:
     """Why weights cannot be quantized before they are cut, or None: blocks go across a cut.
 
-    rows: of each piece that lies here, one after the other. k: columns. is_of_rank: whether other
+    rows: of each piece that is stored here, in order. k: columns. is_of_rank: whether other
     ranks go on where these end.
     """
     *others, last = rows

@@ -1,8 +1,8 @@
-"""What the ranks of a group tell each other before each exchange, so that none works on a guess.
+"""The ranks of a group tell each other their calls before each exchange, and compare them.
 
-T tokens of a rank, H hidden, k choices, E experts of the whole model. It is told by the hosts, and
-no GPU is waited for. A rank that has ended, or does not come within the timeout, is an error on all
-others, and so is one that comes with something else.
+T tokens of a rank, H hidden, k choices, E experts of the whole model. The hosts exchange the
+calls, without waiting for a GPU. If a rank has ended, does not come within the timeout, or makes
+another call, all others raise an error.
 """
 
 import os
@@ -72,9 +72,9 @@ def are_of_one_kind(devices: int) -> bool:
 
 
 class Agreement:
-    """The hosts of a group's ranks: by memory that all of them share if they are one, else by gloo.
+    """The agreement of a group's hosts: through shared memory on one host, else through gloo.
 
-    group: the ranks over gloo, also for what else hosts tell each other.
+    group: the ranks over gloo, also for other messages between hosts.
     """
 
     def __init__(self, group: Any, timeout: timedelta) -> None:
@@ -89,11 +89,11 @@ class Agreement:
         self._gather = words.gather if words else self._gather_by_gloo
 
     def checked(self, failed: Call, check: Callable[[], T]) -> T:
-        """What `check` gives. If it raises, the others are told first, so that none waits."""
+        """The result of `check`. If it raises, the other ranks hear of it first and do not wait."""
         try:
             return check()
         except Exception:
-            with suppress(RuntimeError):  # what this rank was given is what it tells
+            with suppress(RuntimeError):  # this rank raises the error of `check`
                 self.agree(failed._replace(has_failed=1))
             raise
 
@@ -105,7 +105,7 @@ class Agreement:
                 process is a child that a rank has forked.
             ValueError: ranks are at different calls. All ranks raise it.
         """
-        if os.getpid() != self._process:  # what it wrote would be taken for its parent's
+        if os.getpid() != self._process:  # others would take its words for its parent's
             raise RuntimeError(
                 f"ExpertParallel: {call.name} was called in a process that a rank has forked, and "
                 "which is no rank of the group; call the layer in the rank's own process, or start "
@@ -124,7 +124,7 @@ class Agreement:
             name, came = next((name, came) for name, came in each if len(set(came)) > 1)
             raise ValueError(
                 "ExpertParallel: all ranks must make the same calls in the same order, but "
-                f"{_told(name, came)}; call the layers in one order on all ranks, with tokens "
+                f"{_describe(name, came)}; call the layers in one order on all ranks, with tokens "
                 "of one width and dtype, on one kind of device, and as many choices"
             )
         return calls
@@ -148,7 +148,7 @@ class Agreement:
         return [x.tolist() for x in everyone]
 
     def explaining(self, what: str) -> "_Explaining":
-        """A context in which errors of hosts that wait for others are told in our words."""
+        """A context that rewrites the errors of hosts that wait for others."""
         return _Explaining(self, what)
 
 
@@ -169,7 +169,7 @@ class _Explaining:
             ) from error
 
 
-def _told(name: str, came: Sequence[int]) -> str:
+def _describe(name: str, came: Sequence[int]) -> str:
     values: list[object] = list(came)
     if name == "phase":
         values = [PHASES[x] for x in came]

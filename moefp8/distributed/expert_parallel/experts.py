@@ -1,16 +1,14 @@
-"""What a layer of a group does with tokens: they travel, experts compute, and results travel back.
+"""A layer of a group sends tokens to their experts, which compute, and takes their results back.
 
 T tokens of this rank, k choices each, R tokens received, H hidden, I intermediate.
 
 1. The ranks agree on the call.
 2. Each token goes to the ranks that hold its experts, once to each, with its choices and scores.
-   For frozen experts it is quantized to 1x128 before, for others it goes as it is.
-3. A rank runs its experts on what it received: the weighted sum of a token's experts there is FP32,
-   and is rounded to BF16.
-4. These go back, and a token's are summed in FP32 in the order of the ranks.
+   For frozen experts it is quantized to 1x128 before, for others it is sent unchanged.
+3. Each rank sums the outputs of a token's experts there, weighted, in FP32, and rounds to BF16.
+4. The sums go back, and each token's are summed in FP32 in the order of the ranks.
 
-The backward does the same with the gradient of the result, and brings back those of hidden states
-and of scores.
+The backward sends the result's gradient; gradients of hidden states and of scores come back.
 """
 
 import math
@@ -44,9 +42,9 @@ _TOKENS, _WEIGHTS, _NO_GRADIENTS = 1, 2, 4  # bits of `Call.asks`
 
 
 class ParallelExperts:
-    """What a `GroupedExperts` of a group calls in place of its own forward.
+    """A `GroupedExperts` of a group calls this in place of its own forward.
 
-    `LocalExperts` may be called through it, too. Ranks that have the same tokens share a `batch`.
+    `LocalExperts` may call it, too. Ranks that have the same tokens share a `batch`.
     """
 
     def __init__(
@@ -83,7 +81,7 @@ class ParallelExperts:
     def _with_rows(self, layer: Any, x: torch.Tensor, *others: Any) -> torch.Tensor:
         """The call, with tokens [T, H]."""
         unknown, batch = Call(0, self.number), self.batch
-        rows = self.group.agreement.checked(unknown, lambda: self._rows_of(layer, x, *others))
+        rows = self.group.agreement.checked(unknown, lambda: self._as_rows(layer, x, *others))
         y = self._call(layer, *rows) if batch is None else self._share(batch, layer, *rows)
         return y if y.shape == x.shape else y.view(x.shape)
 
@@ -95,7 +93,7 @@ class ParallelExperts:
         top_k_weights: torch.Tensor,
         addend: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        call = self._told(layer, hidden_states, top_k_index, top_k_weights)
+        call = self._as_call(layer, hidden_states, top_k_index, top_k_weights)
         calls = self.group.agreement.agree(call)
         if not are_of_one_kind(call.devices):  # the same on all ranks
             _check_device(hidden_states, top_k_index, top_k_weights)
@@ -114,7 +112,9 @@ class ParallelExperts:
         own = [batch.own(y) for y in (x, *others) if y is not None]
         return batch.whole(self._call(layer, *own), len(x))
 
-    def _told(self, layer: Any, x: torch.Tensor, ids: torch.Tensor, scores: torch.Tensor) -> Call:
+    def _as_call(
+        self, layer: Any, x: torch.Tensor, ids: torch.Tensor, scores: torch.Tensor
+    ) -> Call:
         asks = _NO_GRADIENTS
         if torch.is_grad_enabled():
             tokens = x.requires_grad or scores.requires_grad
@@ -125,10 +125,10 @@ class ParallelExperts:
         alike = self.num_experts, x.shape[1], ids.shape[1], *dtype_and_devices(x, ids, scores)
         return Call(0, self.number, *alike, is_fp8, captures, asks, len(x))
 
-    def _rows_of(
+    def _as_rows(
         self, layer: GroupedExperts | LocalExperts, x: Any, ids: Any, scores: Any, addend: Any
     ) -> tuple[Any, ...]:
-        """The arguments, with hidden states and addend as rows [T, H], once they are right."""
+        """The arguments, with hidden states and addend as rows [T, H], after checks."""
         named = {"hidden_states": x, "top_k_index": ids, "top_k_weights": scores, "addend": addend}
         for name, value in named.items():
             if not isinstance(value, torch.Tensor) and (name != "addend" or value is not None):
@@ -174,7 +174,7 @@ def _check_device(x: torch.Tensor, ids: torch.Tensor, scores: torch.Tensor) -> N
 
 
 class _Backward:
-    """The agreement of a call's backward; call: that of the forward."""
+    """The agreement of a call's backward. call: the forward's."""
 
     def __init__(self, group: "ExpertGroup", call: Call) -> None:
         self._group, self._call = group, call
@@ -194,7 +194,7 @@ class _Backward:
 
 
 def _agreed(calls: list[Call]) -> int:
-    """What asks for gradients on any rank: then all take part in the backward."""
+    """Bits of what asks for gradients on any rank; if any does, all ranks run the backward."""
     asks = 0
     for call in calls:
         asks |= call.asks
@@ -209,7 +209,7 @@ def _agreed(calls: list[Call]) -> int:
 
 
 def _anchor(x: torch.Tensor, asks: int) -> torch.Tensor | None:
-    """What asks for a gradient on each rank if something does on any."""
+    """An empty tensor that asks for a gradient on each rank if something does on any."""
     return x.new_empty(0, dtype=torch.float32).requires_grad_() if asks else None
 
 
@@ -243,12 +243,12 @@ def _forward(
     *,
     saves: bool,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
-    """The result [T, H] bf16, and what the backward takes."""
+    """The result [T, H] bf16, and the tensors that are saved for the backward."""
     codes, scale_inv, scores = exchange.dispatch_codes(x, scores)
     rank, addend = (layer.expert_offset, layer.num_global_experts), None
     options = layer.swiglu_limit, layer.layout == "masked", *rank, addend, scale_inv
-    given: tuple[Any, ...] = (codes, exchange.ids, scores, *weights, *options)
-    inputs = ExpertsInputs(*given)
+    args: tuple[Any, ...] = (codes, exchange.ids, scores, *weights, *options)
+    inputs = ExpertsInputs(*args)
     if not saves:
         return exchange.experts(inputs, saves=False)[0], ()
     exchange.keep_choices()
@@ -287,15 +287,15 @@ class _FrozenExperts(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         exchange, saved = ctx.exchange, ctx.saved_tensors
         needs = ctx.needs_input_grad[6:]
-        of_weights = ctx.agreement.checked(lambda: no_gradients(grad, _LAYER, needs, saved[4:]))
+        grad_weights = ctx.agreement.checked(lambda: no_gradients(grad, _LAYER, needs, saved[4:]))
         ctx.agreement.agree()
         codes, scale_inv = exchange.dispatch_codes(grad, are_gradients=True)
-        given: tuple[Any, ...] = (codes, *saved, *ctx.options, scale_inv)
-        dx, of_scores = exchange.experts_backward(ExpertsBackwardInputs(*given))
-        return None, None, None, None, dx.to(ctx.dtype), of_scores, *of_weights
+        args: tuple[Any, ...] = (codes, *saved, *ctx.options, scale_inv)
+        dx, grad_scores = exchange.experts_backward(ExpertsBackwardInputs(*args))
+        return None, None, None, None, dx.to(ctx.dtype), grad_scores, *grad_weights
 
 
-# ---- Any experts: tokens travel as they are ----
+# ---- Any experts: tokens travel in their own dtype ----
 
 
 def _any_experts(
@@ -306,18 +306,18 @@ def _any_experts(
     scores: torch.Tensor,
     asks: int,
 ) -> torch.Tensor:
-    of_tokens, anchor = _anchor(x, asks & _TOKENS), _anchor(x, asks)
-    # FP16 would round small parts of a result or a gradient to fewer bits than BF16 has.
+    token_anchor, anchor = _anchor(x, asks & _TOKENS), _anchor(x, asks)
+    # FP16 would round small results and gradients to fewer bits than BF16 has.
     widens = x.dtype == torch.float16 and isinstance(layer, GroupedExperts)
     dtype = torch.float32 if widens else x.dtype
-    if of_tokens is None:
-        tokens, of_choices = _dispatch(exchange, x, scores, dtype)
+    if token_anchor is None:
+        tokens, came_scores = _dispatch(exchange, x, scores, dtype)
     else:
-        tokens, of_choices = _Dispatch.apply(exchange, backward, of_tokens, x, scores, dtype)
+        tokens, came_scores = _Dispatch.apply(exchange, backward, token_anchor, x, scores, dtype)
     exchange.keep_choices()
-    if anchor is not None:  # autograd may leave out the `combine` that looks
+    if anchor is not None:  # autograd may leave out `combine`, which checks
         exchange.check_turn()
-    rows = layer.compute(tokens, exchange.ids, of_choices).bfloat16()
+    rows = layer.compute(tokens, exchange.ids, came_scores).bfloat16()
     if anchor is None:
         return exchange.combine(rows)
     y: torch.Tensor = _Combine.apply(exchange, backward, anchor, rows)
@@ -327,9 +327,9 @@ def _any_experts(
 def _dispatch(
     exchange: Any, x: torch.Tensor, scores: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens that came, in this dtype, and the scores of their choices, in memory of their own."""
-    tokens, of_choices = exchange.dispatch(x, scores)
-    return tokens.to(dtype, copy=True), of_choices.clone()
+    """The tokens that came, in `dtype`, and their choices' scores, both in memory of their own."""
+    tokens, came_scores = exchange.dispatch(x, scores)
+    return tokens.to(dtype, copy=True), came_scores.clone()
 
 
 class _Dispatch(torch.autograd.Function):
@@ -348,10 +348,10 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dx: torch.Tensor, of_scores: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, dx: torch.Tensor, grad_scores: torch.Tensor) -> tuple[Any, ...]:
         ctx.agreement.agree_on_tokens()
-        summed, of_scores = ctx.exchange.combine_gradients(dx.bfloat16(), of_scores)
-        return None, None, None, summed.to(ctx.dtype), of_scores, None
+        summed, grad_scores = ctx.exchange.combine_gradients(dx.bfloat16(), grad_scores)
+        return None, None, None, summed.to(ctx.dtype), grad_scores, None
 
 
 class _Combine(torch.autograd.Function):
@@ -371,6 +371,6 @@ class _Combine(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         ctx.agreement.agree()
-        (of_rows,) = (x.clone() for x in ctx.exchange.dispatch(grad))
+        (grad_rows,) = (x.clone() for x in ctx.exchange.dispatch(grad))
         ctx.exchange.check_turn()
-        return None, None, None, of_rows
+        return None, None, None, grad_rows

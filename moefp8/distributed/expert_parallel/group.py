@@ -52,7 +52,7 @@ class ExpertGroup:
     def of(
         cls, mesh: Any, timeout: timedelta | None = None, transport: Transport | None = None
     ) -> "ExpertGroup":
-        """The one of a mesh of one dimension, or of a process group, made at the first call.
+        """The group of a mesh of one dimension, or of a process group; made at the first call.
 
         Raises ValueError if it was made with another timeout or transport, or if they are not the
         same on all ranks that make it.
@@ -62,15 +62,15 @@ class ExpertGroup:
             raise ValueError(
                 f"ExpertParallel: transport must be one of {list(TRANSPORTS)}, got {transport!r}"
             )
-        found = _GROUPS.get(group)
-        if found is None:
+        existing = _GROUPS.get(group)
+        if existing is None:
             agreement = Agreement(group, timeout or TIMEOUT)
             seconds, chosen = agreement.timeout.total_seconds(), transport or "auto"
             agreement.check_alike(
                 timeout=(int(seconds * 1000), agreement.timeout),
                 transport=(TRANSPORTS.index(chosen), repr(chosen)),
             )
-            found = _GROUPS[group] = cls(
+            existing = _GROUPS[group] = cls(
                 dist.get_rank(group),
                 dist.get_world_size(group),
                 agreement,
@@ -79,15 +79,15 @@ class ExpertGroup:
                 process_group=group,
             )
         for name, asked, known in (
-            ("timeout", timeout, found.agreement.timeout),
-            ("transport", transport, found.transport),
+            ("timeout", timeout, existing.agreement.timeout),
+            ("transport", transport, existing.transport),
         ):
             if asked not in (None, known):
                 raise ValueError(
                     f"ExpertParallel: {name} must be one for all layers of a group, got {asked}, "
                     f"and {known} before"
                 )
-        return found
+        return existing
 
     @property
     def process_group(self) -> Any:

@@ -1,4 +1,4 @@
-"""Words of memory in which the ranks of one host gather what each of them tells.
+"""Words of memory in which the ranks of one host gather the numbers of all of them.
 
 P ranks, N values of a rank.
 """
@@ -77,7 +77,7 @@ class HostWords:
         """
         if self._file.closed:
             raise RuntimeError("as in an earlier call")
-        self._number = self._number % (_ONE - 2) + 1  # 0 is that of memory which nobody has written
+        self._number = self._number % (_ONE - 2) + 1  # 0: no rank has written the memory
         size, base = self._num_values, self._number * _ONE
         begin = self._number % 2 * self._num_ranks * size
         own = begin + self._rank * size
@@ -85,7 +85,7 @@ class HostWords:
             for at, value in enumerate(values, own):
                 self._words[at] = base + value
             words = self._wait(begin, base)
-        except BaseException:  # then this rank comes no more, and the others must not go on
+        except BaseException:  # this rank comes no more, so the others must stop
             for at in range(own, own + size):
                 self._words[at] = 0
             self._file.close()
@@ -94,13 +94,13 @@ class HostWords:
         return [came[at : at + size] for at in range(0, len(came), size)]
 
     def _wait(self, begin: int, base: int) -> list[int]:
-        """All words of a gathering, when they are there."""
+        """Wait until all words of a gathering are there; returns them."""
         end, began, problem = begin + self._num_ranks * self._num_values, time.monotonic(), None
         while True:
             words: list[int] = self._words[begin:end].tolist()
             if base <= min(words) and max(words) < base + _ONE:
                 return words
-            if problem is not None:  # and a last look has found nothing that was told before
+            if problem is not None:  # and the words were read once more since
                 raise RuntimeError(problem)
             waited = time.monotonic() - began
             if waited < _SECONDS_OF_SPINNING:
@@ -114,7 +114,7 @@ class HostWords:
                 time.sleep(min(waited / 8, _MOST_SECONDS_OF_SLEEP))
 
     def _ended(self) -> int | None:
-        """A rank that comes no more."""
+        """A rank that comes no more, or None."""
         for rank in range(self._num_ranks):
             if rank != self._rank:
                 try:

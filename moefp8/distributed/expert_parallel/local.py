@@ -43,6 +43,6 @@ class LocalExperts:
         if len(x) == 0:
             x, scores = (torch.cat([z, z.new_zeros(1, z.shape[1])]) for z in (x, scores))
             return self.function(x, ids.new_zeros(1, ids.shape[1]), scores)[:0]
-        is_nobody = (ids == self.num_experts).all(1, keepdim=True)  # whatever lies there
+        is_nobody = (ids == self.num_experts).all(1, keepdim=True)  # whatever the rows hold
         y = self.function(x.masked_fill(is_nobody, 0), ids, scores)
         return y.masked_fill(is_nobody, 0)

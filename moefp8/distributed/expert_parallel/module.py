@@ -16,14 +16,14 @@ from .group import ExpertGroup, Transport
 
 
 class ExpertParallel(nn.Module):
-    """`GroupedExperts` whose experts lie on all ranks of a group, each of which has its own tokens.
+    """`GroupedExperts` spread over all ranks of a group, each of which has its own tokens.
 
     Every rank calls it with its own tokens, as many as it has, none included, and the ids of the
     whole model; it gets its own tokens' outputs. All ranks make the same calls in the same order,
-    backwards included. What a token gives depends on no other token, on no timing and not on which
-    rank it is on: it is the FP32 sum, in the order of the ranks, of what its experts on each rank
-    give together, rounded to BF16. A token whose experts are all on one rank gives the same bits as
-    one process with all experts; else each rank's part is rounded once more, by at most 2**-8.
+    backwards included. A token's output depends on no other token, on no timing and not on the
+    token's rank: it is the FP32 sum, in the order of the ranks, of each rank's part: the sum of the
+    token's experts there, rounded to BF16. If all are on one rank, the output has the same bits as
+    in one process with all experts; else each part is rounded once more, by at most 2**-8.
 
     Args:
         experts: all E experts, of which this rank's part is kept, in place; or that part already,
@@ -83,9 +83,9 @@ def expert_parallel(
     timeout: timedelta | None = None,
     transport: Transport | None = None,
 ) -> nn.Module:
-    """Let all `GroupedExperts` of a model lie on the ranks of `mesh`, in place; returns the model.
+    """Spread all `GroupedExperts` of a model over the ranks of `mesh`, in place; returns the model.
 
-    It is `ExpertParallel` for each of them, but names of modules and parameters stay. Call it after
+    Each becomes as in `ExpertParallel`, but names of modules and parameters stay. Call it after
     `convert`, on the meta device to load this rank's experts alone:
 
         with torch.device("meta"): model = Model(config)
@@ -95,14 +95,14 @@ def expert_parallel(
 
     Raises ValueError if there are no `GroupedExperts`; otherwise as `ExpertParallel`.
     """
-    found = [module for module in model.modules() if isinstance(module, GroupedExperts)]
-    if not found:
+    layers = [module for module in model.modules() if isinstance(module, GroupedExperts)]
+    if not layers:
         raise ValueError(
             "expert_parallel: the model has no GroupedExperts; call moefp8.convert(model) first"
         )
-    for experts in found:
+    for experts in layers:
         _check_experts(experts)
-    for experts in found:
+    for experts in layers:
         _distribute(experts, mesh, timeout, transport)
     return model
 

@@ -1,8 +1,8 @@
-"""Memory of each GPU of a host that all ranks of a group can write, and where things lie in it.
+"""Memory of each GPU of a host that all ranks of a group can write, and its layout.
 
-P ranks, M tokens of a rank at most, k choices each, H hidden. It stands on
+P ranks, M tokens of a rank at most, k choices each, H hidden. It uses
 `torch.distributed._symmetric_memory` (its CUDA backend: peers' memory as plain addresses), which is
-private to PyTorch and used here alone.
+private to PyTorch; only this file imports it.
 """
 
 import os
@@ -19,12 +19,12 @@ MAX_RANKS = 16
 MAX_CHUNKS = 128  # in which results travel
 _ALIGNMENT, _GRANULE = 256, 2 << 20
 _MAY_SHARE = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"  # PyTorch's own, for tests
-_NUM_WORDS = 1 + MAX_CHUNKS  # that each rank tells: of tokens, and of each chunk of results
-_AREAS = round_up(_NUM_WORDS * MAX_RANKS * 8, _ALIGNMENT)  # where they begin, behind the words
+_NUM_WORDS = 1 + MAX_CHUNKS  # of each rank: one for tokens, one for each chunk of results
+_AREAS = round_up(_NUM_WORDS * MAX_RANKS * 8, _ALIGNMENT)  # where they begin, after the words
 
 
 class Received(NamedTuple):
-    """Where what a rank receives lies, in bytes: rows of slots, their scales, choices, scores."""
+    """Offsets, in bytes, of what a rank receives: rows of slots, their scales, choices, scores."""
 
     rows: int
     row_pitch: int
@@ -45,14 +45,14 @@ class Received(NamedTuple):
 
 
 class GivenBack(NamedTuple):
-    """Where what a rank gets back lies: rows [P M, H] bf16, gradients of scores [P M, k] fp32.
+    """Offsets, in bytes, of what a rank gets back: rows [P M, H] bf16, grad_scores [P M, k] fp32.
 
-    And what sums of its own tokens need besides: reached, uint32 [M], a bit of each rank that gives
-    something for a token; scores, fp32 [M, k].
+    And of what it keeps to sum its own tokens: reached, uint32 [M], a token's bit of each rank that
+    returns something for it; scores, fp32 [M, k].
     """
 
     rows: int
-    of_scores: int
+    grad_scores: int
     reached: int
     scores: int
     size: int
@@ -61,12 +61,12 @@ class GivenBack(NamedTuple):
     @lru_cache(4096)
     def of(cls, num_ranks: int, max_tokens: int, hidden_size: int, top_k: int) -> "GivenBack":
         num_slots = num_ranks * max_tokens
-        of_slots = num_slots * hidden_size * 2, num_slots * top_k * 4
-        return cls(*_places([*of_slots, max_tokens * 4, max_tokens * top_k * 4]))
+        slot_bytes = num_slots * hidden_size * 2, num_slots * top_k * 4
+        return cls(*_places([*slot_bytes, max_tokens * 4, max_tokens * top_k * 4]))
 
 
 def _places(lengths: Sequence[int]) -> list[int]:
-    """Where each part begins in its area, and how long the area has to be."""
+    """Where each part begins in its area, and the area's size."""
     places = [0]
     for length in lengths:
         places.append(round_up(places[-1] + length, _ALIGNMENT))
@@ -74,17 +74,17 @@ def _places(lengths: Sequence[int]) -> list[int]:
 
 
 class PeerMemory:
-    """The memory of all ranks: the words in which they tell, then two areas.
+    """The memory of all ranks: the words by which they signal, then two areas.
 
     The two never share a byte, since pushes into one may overtake reads of the other.
 
     Attributes:
         receiving, returning: how many bytes of each area there are.
         state: `State` of ranks.cuh: two counts, the turn, the address of `error`, `addresses`,
-            and counters of 4 bytes: one of what each word tells of, and five of items and CTAs.
+            and counters of 4 bytes: one for each word, and five of items and CTAs.
         error: int32 [4] in the host's memory, which a kernel writes before it ends all work: 1 if a
-            rank did not come, 2 if it is at something else, 3 if two turns of it overlap; that
-            rank; what it told.
+            rank did not come, 2 if it is at another turn, 3 if two of its turns overlap; that
+            rank; the signal that it sent.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class PeerMemory:
 
     @staticmethod
     def sizes(receiving: int, returning: int, old: "PeerMemory | None") -> tuple[int, int]:
-        """What to allocate for areas of at least so many bytes: no smaller than before."""
+        """The areas' sizes to allocate: at least so many bytes, and no smaller than before."""
         least = (0, 0) if old is None else (old.receiving, old.returning)
         asked = max(receiving, least[0]), max(returning, least[1])
         return round_up(asked[0], _GRANULE), round_up(asked[1], _GRANULE)
@@ -124,7 +124,7 @@ class PeerMemory:
     def view(
         self, at: int, shape: Sequence[int], dtype: torch.dtype, pitch: int = 0
     ) -> torch.Tensor:
-        """A tensor in this rank's memory; pitch: bytes from row to row, if not as they follow."""
+        """A tensor in this rank's memory; pitch: bytes from row to row; 0: contiguous."""
         rows, columns = shape
         everything = self._all_as.get(dtype)
         if everything is None:
@@ -153,15 +153,15 @@ class Peers:
         handle: Any = symmetric.rendezvous(tensor, self.group_name)
         tensor.zero_()
         made = PeerMemory(tensor, handle.buffer_ptrs, receiving, returning)
-        made.handle = handle  # it keeps what it has mapped
+        made.handle = handle  # it owns the mapping
         torch.cuda.synchronize(device)
-        dist.barrier(self.agreement_group)  # nobody tells before all have zeros
+        dist.barrier(self.agreement_group)  # no rank signals before all have zeros
         return made
 
     def why_not(self, device: torch.device) -> str | None:
         """Why the GPUs cannot write each other's memory, the same on all; None: they can.
 
-        It tries.
+        It allocates some memory to see.
         """
         everyone: list[Any] = [None] * dist.get_world_size(self.agreement_group)
         dist.all_gather_object(everyone, _who(device), group=self.agreement_group)

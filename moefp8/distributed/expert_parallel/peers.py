@@ -1,9 +1,9 @@
 """Exchange of tokens by kernels that write into the memory of the other GPUs of the host.
 
 T tokens of this rank, M of any at most, k choices each, P ranks, H hidden. Token t of rank s has
-slot s * M + t: slots that no token reaches have choices of no one, which no expert computes. So all
-sizes are those that the hosts agreed on, no GPU is waited for, and one CUDA graph serves every
-routing of as many tokens.
+slot s * M + t. A slot that no token reaches has choices of no expert, and is not computed. So the
+hosts agree on all sizes without waiting for a GPU, and one CUDA graph serves every routing of as
+many tokens.
 """
 
 from functools import lru_cache
@@ -34,14 +34,14 @@ OVERLAPS = (  # an assertion of PyTorch's has room for 254 characters
 
 
 class PeerExchange:
-    """One call's exchange, as `CollectiveExchange`, whose results lie in memory of the group.
+    """One call's exchange, as `CollectiveExchange`; its results are stored in the group's memory.
 
-    So what `dispatch` gives has to be read, and copied if it is kept, before the next `combine` or
-    the next dispatch of the group.
+    Read the results of `dispatch`, or copy them, before the next `combine` or the next dispatch of
+    the group, which overwrite them.
 
-    A dispatch begins a turn, and a `combine` ends it. Autograd may leave out the `combine`: then
-    the next dispatch of the group ends the turn on the GPU. Or it runs another exchange between
-    the two: then `combine` begins a turn of its own.
+    A dispatch begins a turn, and a `combine` ends it. If autograd leaves out the `combine`, the
+    group's next dispatch ends the turn on the GPU. If autograd runs another exchange between the
+    two, `combine` begins a turn of its own.
     """
 
     def __init__(self, group: "ExpertGroup", calls: list[Call], ids: torch.Tensor) -> None:
@@ -57,7 +57,7 @@ class PeerExchange:
         self.ids, self._turn, self._number, self._is_backward = ids, 0, 0, False
 
     def dispatch(self, x: torch.Tensor, scores: torch.Tensor | None = None) -> list[torch.Tensor]:
-        """Tokens go with their scores, and gradients, in a backward, without."""
+        """A forward sends tokens with their scores; a backward sends gradients without scores."""
         self._is_backward = scores is None
         return self._push(x, scores, None)
 
@@ -74,38 +74,38 @@ class PeerExchange:
         num_slots, h = self._member.num_ranks * sizes.max_tokens, sizes.hidden_size
         if x.stride(1) != 1 and h > 1:
             x = x.contiguous()
-        if num_slots == 0:  # nobody has a token
+        if num_slots == 0:  # no rank has a token
             shapes = [h, *([num_blocks(h)] if is_codes else [])]
             dtypes = E4M3 if is_codes else x.dtype, torch.float32
-            found = [x.new_empty(0, n, dtype=z) for n, z in zip(shapes, dtypes, strict=False)]
-            return found if scores is None else [*found, scores]
+            empty = [x.new_empty(0, n, dtype=z) for n, z in zip(shapes, dtypes, strict=False)]
+            return empty if scores is None else [*empty, scores]
         dtype = E4M3 if is_codes else x.dtype
         received = Received.of(num_slots, h * dtype.itemsize, h, sizes.top_k)
         memory = self._group.memory_for(x.device, received.size, self._given_back.size)
         scores = None if scores is None else scores.contiguous()
         self._number = self._group.number_turn()
-        # Hosts order eager turns: those of graphs alone need numbers that tell them apart.
+        # Hosts order eager turns; only turns in graphs need numbers to be distinct.
         number = self._number % 2**31 if current_driver().is_capturing() else 0
         self._turn = (number << 32) + _signature_of(self._is_backward, *self._identity)
-        given = x, self._choices, scores, min_amax
-        push(memory, self._member, sizes, received, self._turn, *given)
+        args = x, self._choices, scores, min_amax
+        push(memory, self._member, sizes, received, self._turn, *args)
         at = memory.receiving_at
         rows = memory.view(at + received.rows, (num_slots, h), dtype, received.row_pitch)
-        found = [rows]
+        tensors = [rows]
         if is_codes:
             shape = num_slots, num_blocks(h)
             place, pitch = at + received.scales, received.scale_pitch
-            found.append(memory.view(place, shape, torch.float32, pitch))
+            tensors.append(memory.view(place, shape, torch.float32, pitch))
         if scores is not None:
             shape = num_slots, sizes.top_k
             self.ids = memory.view(at + received.ids, shape, torch.int32)
-            found.append(memory.view(at + received.scores, shape, torch.float32))
-        return found
+            tensors.append(memory.view(at + received.scores, shape, torch.float32))
+        return tensors
 
     def experts(
         self, inputs: ExpertsInputs, *, saves: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The last kernel of the experts gives their sums back, where it can take all slots."""
+        """The last kernel of the experts returns sums to the ranks, if it can take all slots."""
         h = self._sizes.hidden_size
         if h % 8 or not runs_as_a_whole(inputs, saves=saves):
             return run_experts(self, inputs, saves=saves)
@@ -113,31 +113,31 @@ class PeerExchange:
         return y, launch_combining(inputs, self._combine(), self._turn, y, saves=saves)
 
     def experts_backward(self, inputs: ExpertsBackwardInputs) -> tuple[torch.Tensor, torch.Tensor]:
-        """The last kernel gives gradients back, as that of `experts` gives results."""
+        """The last kernel returns gradients to the ranks, as the one of `experts` returns sums."""
         h, (num_tokens, top_k) = self._sizes.hidden_size, self._choices.shape
         if h % 8 or not gradients_run_as_a_whole(inputs):
             return run_experts_backward(self, inputs)
         size = num_tokens * (2 * h + 4 * top_k)
         both = self._choices.new_empty(size, dtype=torch.uint8)
         launch_combining_gradients(inputs, self._combine(), self._turn, both)
-        dx, of_scores = both[: num_tokens * 2 * h], both[num_tokens * 2 * h :]
-        of_scores = of_scores.view(torch.float32).view(num_tokens, top_k)
-        return dx.view(torch.bfloat16).view(num_tokens, h), of_scores
+        dx, grad_scores = both[: num_tokens * 2 * h], both[num_tokens * 2 * h :]
+        grad_scores = grad_scores.view(torch.float32).view(num_tokens, top_k)
+        return dx.view(torch.bfloat16).view(num_tokens, h), grad_scores
 
     def combine(self, rows: torch.Tensor) -> torch.Tensor:
         return self._take_back(rows, None)[0]
 
     def combine_gradients(
-        self, rows: torch.Tensor, of_scores: torch.Tensor
+        self, rows: torch.Tensor, grad_scores: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        y, of_choices = self._take_back(rows, of_scores)
-        assert of_choices is not None
-        return y, of_choices
+        y, grad_choices = self._take_back(rows, grad_scores)
+        assert grad_choices is not None
+        return y, grad_choices
 
     def check_turn(self) -> None:
-        """End all work of the GPU if another turn has begun, as what was copied may be of that one.
+        """End all work of the GPU if another turn has begun, as copies may hold that turn's data.
 
-        Only replays of graphs can overlap. Where `combine` follows, it looks itself.
+        Only replays of graphs can overlap. `combine` checks this itself.
         """
         if self._sizes.max_tokens > 0 and self._group.memory.was_captured:
             is_right = self._group.memory.turn == self._turn
@@ -145,24 +145,24 @@ class PeerExchange:
             torch._assert_async(is_right, f"ExpertParallel: rank {rank} {OVERLAPS}")
 
     def keep_choices(self) -> None:
-        """Own the choices, which the group's memory holds until the next dispatch."""
+        """Copy the choices, which the group's memory holds only until the next dispatch."""
         self.ids = self.ids.clone()
 
     def _take_back(
-        self, rows: torch.Tensor, of_scores: torch.Tensor | None
+        self, rows: torch.Tensor, grad_scores: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The sums [T, H] and [T, k] of what all ranks give."""
+        """The sums [T, H] and [T, k] of all ranks' results."""
         if self._sizes.max_tokens == 0:
-            return rows, of_scores
-        y, y_of_scores = self._empty_sum(), None
-        if of_scores is not None:
-            of_scores = of_scores.contiguous()
-            y_of_scores = of_scores.new_empty(self._choices.shape)
-        if self._number != self._group.last_turn:  # which ranks each token reaches was overwritten
+            return rows, grad_scores
+        y, summed_scores = self._empty_sum(), None
+        if grad_scores is not None:
+            grad_scores = grad_scores.contiguous()
+            summed_scores = grad_scores.new_empty(self._choices.shape)
+        if self._number != self._group.last_turn:  # another turn overwrote which ranks tokens reach
             self._push(y[:, :0], None, None)
-        given = rows.contiguous(), self.ids, of_scores, y, y_of_scores
-        give_back(self._group.memory, self._member, self._sizes, self._turn, *given)
-        return y, y_of_scores
+        args = rows.contiguous(), self.ids, grad_scores, y, summed_scores
+        give_back(self._group.memory, self._member, self._sizes, self._turn, *args)
+        return y, summed_scores
 
     def _combine(self) -> CombineAndGiveBack:
         memory, num_tokens = self._group.memory, len(self._choices)
@@ -176,7 +176,7 @@ class PeerExchange:
 
 @lru_cache(4096)
 def _signature_of(*identity: int) -> int:
-    """Mix what ranks must agree on: forward or backward, layer, k, H, dtype, each rank's T."""
+    """Hash what ranks must agree on: forward or backward, layer, k, H, dtype, each rank's T."""
     mixed = 0
     for x in identity:
         mixed = (mixed * 1_000_003 + x + 1) % (2**32 - 5)

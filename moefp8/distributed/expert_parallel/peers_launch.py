@@ -1,4 +1,4 @@
-"""Describe `push.cu` and `give_back.cu`, by which the GPUs of a host exchange tokens and results.
+"""Describe `push.cu` and `give_back.cu`, which exchange tokens and results of GPUs of one host.
 
 T tokens of a rank, M of any at most, k choices each, P ranks, E experts, H hidden.
 """
@@ -40,12 +40,12 @@ _UNITS = {16: "uint4", 2: "uint16_t"}
 
 
 def _unit_of(*multiples: int) -> int:
-    """How many bytes are moved at once, of rows at these addresses, pitches and lengths."""
+    """The bytes that a thread moves at once, for rows with these addresses, pitches and lengths."""
     return 16 if all(x % 16 == 0 for x in multiples) else 2
 
 
 class Member(NamedTuple):
-    """Who this rank is among the others, and how long it waits for them."""
+    """This rank, the number of ranks, and how long it waits for the others."""
 
     rank: int
     num_ranks: int
@@ -53,7 +53,7 @@ class Member(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Of a call: M, k, E, H."""
+    """A call's M, k, E, H."""
 
     max_tokens: int
     top_k: int
@@ -68,13 +68,13 @@ def _given_back(member: Member, sizes: Sizes) -> GivenBack:
     return GivenBack.of(member.num_ranks, sizes.max_tokens, sizes.hidden_size, sizes.top_k)
 
 
-def _addresses(*given: torch.Tensor | None) -> tuple[int, ...]:
-    return tuple([0 if x is None else x.data_ptr() for x in given])
+def _addresses(*tensors: torch.Tensor | None) -> tuple[int, ...]:
+    return tuple([0 if x is None else x.data_ptr() for x in tensors])
 
 
 # ---- Pushing tokens ----
 
-_PUSHING_CTAS = 8  # that an SM has room for
+_PUSHING_CTAS = 8  # as many as fit on an SM
 
 
 def push(
@@ -88,15 +88,15 @@ def push(
     scores: torch.Tensor | None,
     min_amax: float | None,
 ) -> None:
-    """Push tokens [T, H] on the current stream, and wait there for those of the other ranks.
+    """Push tokens [T, H] on the current stream, and wait there for the other ranks' tokens.
 
     Args:
-        turn: the turn that begins: the signature, below 2^32 - 1, which must be that of all ranks,
-            plus 2^32 times a number that tells this rank's turns of several streams apart.
-        x: [T, H], columns lie side by side; or [T, 0], for a turn that only brings results back.
+        turn: the turn that begins: the signature, below 2^32 - 1, which must be equal on all ranks,
+            plus 2^32 times a number that differs for this rank's turns on several streams.
+        x: [T, H] with contiguous rows; or [T, 0], for a turn that only brings results back.
         ids: int32 or int64 [T, k], contiguous.
-        scores: fp32 [T, k], contiguous, which go with the ids to all slots of all ranks; or None.
-        min_amax: tokens travel as codes, quantized with that; None: as they are.
+        scores: fp32 [T, k], contiguous, sent with the ids to all slots of all ranks; or None.
+        min_amax: tokens are sent as codes, quantized with this; None: tokens are sent unchanged.
     """
     key = (
         "push",
@@ -109,7 +109,7 @@ def push(
 
     def prepare() -> Launch:
         others = ("ids", "scores", "state", "turn")
-        # What a push reads of the state before it waits, addresses, is never written.
+        # Before it waits, a push reads only the state's addresses, which are never written.
         r = Record(target_of(device_index), ("x", *others), older=frozenset({"state"}))
         describe_push(
             r,
@@ -223,7 +223,7 @@ def push_kernels(
 # ---- Giving back ----
 
 
-_CTAS_OF_SM = 3  # that it has room for
+_CTAS_OF_SM = 3  # as many as fit on it
 _SHARE_PUSHING = 0.5  # of these
 _CHUNK_BYTES = 1 << 20  # of rows that travel to all other ranks, at least
 _MOST_PIECES = 2  # of a warp in an item
@@ -252,15 +252,15 @@ def give_back(
     out: torch.Tensor,
     out_grad_weights: torch.Tensor | None,
 ) -> None:
-    """Give results back on the current stream, and sum there what all ranks give.
+    """Give results back on the current stream, and sum all ranks' results there.
 
     Args:
         turn: the one that `push` began.
-        y: bf16 [P M, H], contiguous: the rows of slots; those without an expert here stay.
+        y: bf16 [P M, H], contiguous: the rows of slots; rows without an expert here stay.
         ids: int32 [P M, k], contiguous: the choices of all slots.
-        grad_weights: fp32 [P M, k], contiguous, which goes with the rows; or None.
+        grad_weights: fp32 [P M, k], contiguous, sent with the rows; or None.
         out: bf16 [T, H] for the sums of y, contiguous.
-        out_grad_weights: fp32 [T, k] for those of `grad_weights`, contiguous, or None.
+        out_grad_weights: fp32 [T, k] for the sums of `grad_weights`, contiguous, or None.
     """
     num_tokens, device_index = len(out), ids.get_device()
     key = (
@@ -356,19 +356,19 @@ def give_back_kernels(target: Target, hidden_size: int) -> Iterator[Kernel]:
 
 
 def _places_of_sums(returning_at: int, member: Member, sizes: Sizes) -> dict[str, int]:
-    """Where in a memory is what is summed."""
+    """The offsets, in a rank's memory, of the parts to sum."""
     given_back = _given_back(member, sizes)
     return {
         "rows": returning_at + given_back.rows,
-        "of_choices": returning_at + given_back.of_scores,
+        "of_choices": returning_at + given_back.grad_scores,
         "reached": returning_at + given_back.reached,
     }
 
 
 def order_of(member: Member, sizes: Sizes, num_pieces: int, num_ctas: int) -> Order:
-    """Chunks, of a MiB or more, depend on nothing but what is the same on all ranks.
+    """Cut a call's results. Chunks have a MiB or more, and are the same on all ranks.
 
-    num_pieces: of a row. num_ctas: as many as run at once.
+    num_pieces: of a row. num_ctas: how many run at once.
     """
     num_others, most = member.num_ranks - 1, sizes.max_tokens
     num_bytes = num_others * most * sizes.hidden_size * 2
@@ -376,16 +376,16 @@ def order_of(member: Member, sizes: Sizes, num_pieces: int, num_ctas: int) -> Or
     num_tokens = ceil_div(most, num_chunks)
     num_chunks = ceil_div(most, num_tokens)
     num_pushing = max(1, int(num_ctas * _SHARE_PUSHING))
-    # Two items or more for each CTA that pushes: with one and a few over, all would wait for these.
-    of_warp = num_others * most * num_pieces // (2 * num_pushing * _WORKERS)
-    of_warp = max(1, min(of_warp, _MOST_PIECES))
-    of_item = of_warp * _WORKERS
+    # Each pushing CTA gets two items or more: with little more than one, all would wait for a few.
+    warp_pieces = num_others * most * num_pieces // (2 * num_pushing * _WORKERS)
+    warp_pieces = max(1, min(warp_pieces, _MOST_PIECES))
+    item_pieces = warp_pieces * _WORKERS
     return Order(
         num_chunks=num_chunks,
         num_tokens=num_tokens,
-        num_pushes=ceil_div(num_tokens * num_others * num_pieces, of_item),
-        num_sums=ceil_div(num_tokens * num_pieces, of_item),
-        pieces_of_warp=of_warp,
+        num_pushes=ceil_div(num_tokens * num_others * num_pieces, item_pieces),
+        num_sums=ceil_div(num_tokens * num_pieces, item_pieces),
+        pieces_of_warp=warp_pieces,
         num_pushing=num_pushing,
     )
 
@@ -402,7 +402,7 @@ def _step_that_gives(
 ) -> None:
     """A step with as many CTAs as run at once: some push first, the others sum.
 
-    arguments: without sizes and order.
+    arguments: all but sizes and order.
     """
     units = sizes.hidden_size * 2 // unit_bytes
     num_pieces = ceil_div(units, _WARP)
@@ -411,10 +411,10 @@ def _step_that_gives(
     num_pushes, num_sums = (order.num_chunks * n for n in (order.num_pushes, order.num_sums))
     if num_pushes > order.num_pushing:
         grid = min(most, order.num_pushing + num_sums)
-    else:  # each takes one, and sums then
+    else:  # each CTA pushes one item, then sums
         grid = min(most, max(num_pushes, num_sums))
         order = order._replace(num_pushing=grid)
-    of_sizes = {
+    sizes_and_order = {
         "order": order._asdict(),
         "num_tokens": num_tokens,
         "max_tokens": sizes.max_tokens,
@@ -424,14 +424,14 @@ def _step_that_gives(
         "num_others": divisor_of(max(1, member.num_ranks - 1)),
     }
     threads = (_WORKERS + 1) * _WARP
-    r.step(kernel, grid, threads, {**arguments, **of_sizes}, early=early, programmatic=True)
+    r.step(kernel, grid, threads, {**arguments, **sizes_and_order}, early=early, programmatic=True)
 
 
 class CombineAndGiveBack(NamedTuple):
-    """Stands for `describe_combine` where results are given back at once, and summed.
+    """Takes the place of `describe_combine` to combine, give back and sum in one kernel.
 
-    num_tokens: T. returning_at: as in `describe_push`. state: the address of that of the group's
-    `PeerMemory`.
+    num_tokens: T. returning_at: as in `describe_push`. state: the address of the `state` of
+    the group's `PeerMemory`.
     """
 
     member: Member
@@ -456,10 +456,10 @@ class CombineAndGiveBack(NamedTuple):
         Args:
             y: bf16 [..., R, H], at a multiple of 16 bytes, in rows of whole 16 bytes.
             token_to_row: int32 [P M, k], contiguous.
-            weights: fp32 [P M, k], contiguous. Without grad_weights, those of this rank's own slots
-                are not read, but the scores that it pushed.
+            weights: fp32 [P M, k], contiguous. Without grad_weights, this rank's own slots have
+                the scores that it pushed instead.
             out: bf16 [T, H], contiguous; fp32 [T, k] follows it, for the sums of grad_weights.
-            grad_weights: fp32 [P M, k], contiguous, which goes with the rows; or None.
+            grad_weights: fp32 [P M, k], contiguous, sent with the rows; or None.
             word: the turn that ends.
         """
         assert weights.dtype == torch.float32
@@ -483,9 +483,9 @@ class CombineAndGiveBack(NamedTuple):
             },
             "sums": sums,
         }
-        of_call = self.member, self.sizes, self.num_tokens
+        call_sizes = self.member, self.sizes, self.num_tokens
         early = token_to_row, weights.place
-        _step_that_gives(r, COMBINE_AND_GIVE_BACK, *of_call, 16, arguments, early)
+        _step_that_gives(r, COMBINE_AND_GIVE_BACK, *call_sizes, 16, arguments, early)
 
 
 assert BLOCK == _LANES * 16

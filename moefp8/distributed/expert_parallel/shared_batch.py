@@ -16,8 +16,8 @@ from .collective import gpu_group
 class SharedBatch:
     """The ranks of a process group; rank r of P takes the tokens [r T // P, (r + 1) T // P).
 
-    All ranks make the same calls, backwards included, and the gradients that they are given are
-    the same on all.
+    All ranks make the same calls, backwards included, and the gradients that they get are equal
+    on all.
     """
 
     def __init__(self, group: Any) -> None:

@@ -25,7 +25,7 @@ class Fusion:
     - `torch.compile` fuses what is between these, block by block.
 
     Blocks are what transformers names in `_no_split_modules`. Equal ones share their code, as each
-    is given the layer of the cache that is its own, and no number of it.
+    gets its own layer of the cache instead of the layer's number.
 
     run: runs one step of `cache`, which is observed. backend: of `torch.compile`; None: nothing is
     compiled.

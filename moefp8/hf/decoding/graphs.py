@@ -82,7 +82,7 @@ class DecodingGraphs:
 
     @property
     def num_graphs(self) -> int:
-        """How many graphs are kept."""
+        """The number of graphs that are kept."""
         return len(self._steps)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
@@ -93,14 +93,14 @@ class DecodingGraphs:
         `scores` and `logits`, and no cache. ValueError for beam search, an assistant model, a cache
         of the caller's, embeddings or images as inputs, and models that are not captured.
         """
-        given = signature(self.model.generate).bind(*args, **kwargs).arguments
-        given |= given.get("kwargs", {})
+        inputs = signature(self.model.generate).bind(*args, **kwargs).arguments
+        inputs |= inputs.get("kwargs", {})
         for name in (*_REFUSED, *CACHES):
-            if given.get(name) not in (None, False):
+            if inputs.get(name) not in (None, False):
                 way = _REFUSED.get(name, "use model.generate")
                 raise ValueError(f"DecodingGraphs: generate takes no {name}; {way}")
         # transformers gives the prompt to the streamer, and hands it to no decoding but its own.
-        decode = partial(self._decode, given.get("streamer"))
+        decode = partial(self._decode, inputs.get("streamer"))
         return self.model.generate(*args, custom_generate=decode, **kwargs)
 
     def _decode(

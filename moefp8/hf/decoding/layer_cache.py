@@ -37,9 +37,9 @@ class LayerCache(Cache):
 def with_own_layer(
     block: nn.Module, cache: Cache, forward: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """`forward`, which is given the block's own layer wherever it is given `cache`.
+    """Wrap `forward` so that it gets the block's own layer in place of `cache`.
 
-    It is given the cache itself where the block's modules have no number, or several.
+    It gets the cache itself if the block's modules have no number, or several.
     """
     indices: list[Any] = [getattr(module, "layer_idx", None) for module in block.modules()]
     own_indices = [*{index for index in indices if isinstance(index, int)}]

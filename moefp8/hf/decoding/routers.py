@@ -85,14 +85,14 @@ def _router(module: nn.Module, x: torch.Tensor, outputs: Any) -> Router | None:
 
 
 def _clear_rows(router: Router, x: torch.Tensor, outputs: Any) -> int | None:
-    """In how many rows it gives the same experts; None if it gives something else in any.
+    """The number of rows in which it gives the same experts; None if any other row differs.
 
-    Rows do not count where experts are equal: of logits, or of scores that vanish, of which a
-    choice by scores takes any.
+    Rows with ties do not count: equal logits, or scores that vanish, of which a choice by scores
+    takes any.
     """
     own = router.forward(x)
-    for mine, given in zip(own, outputs, strict=True):
-        if mine.shape != given.shape or mine.dtype != given.dtype:
+    for mine, theirs in zip(own, outputs, strict=True):
+        if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
             return None
     (logits, scores, ids), (given_logits, given_scores, given_ids) = own, outputs
     best, given_best = (y.float().sort(-1).values for y in (scores, given_scores))

@@ -83,7 +83,7 @@ def choose(
     kept = {} if wanted is not None and not parts and filter_fn is None else reasons(modules)
 
     def asked(name: str, module: nn.Module) -> str | None:
-        """Why a module stays by the arguments; "" if it does not, None if they do not tell."""
+        """Why a module stays by the arguments; "" if it does not, None if they do not say."""
         setting = _override(name, overridden)
         if setting is False or any(matches(name, part) for part in skipped):
             return SKIPPED
@@ -96,31 +96,31 @@ def choose(
         return None
 
     answers = {name: asked(name, module) for name, module in candidates.items()}
-    told = {name: why for name, why in kept.items() if name not in candidates}
+    staying = {name: why for name, why in kept.items() if name not in candidates}
     whys = ((x, kept.get(x, "") if why is None else why) for x, why in answers.items())
-    told |= {name: why for name, why in whys if why}
+    staying |= {name: why for name, why in whys if why}
     form = {"trainable": trainable, "wgrad": wgrad}
     stacked, one_by_one = stack_lists(
         modules,
         lambda name: not answers[name],
-        candidates.keys() - told.keys(),
+        candidates.keys() - staying.keys(),
         lambda name: _settings(name, overridden, form),
     )
     in_stacks = {name for stack in stacked.values() for name in stack.experts.linears()}
-    told = {name: why for name, why in told.items() if name not in in_stacks}
-    chosen = {name: m for name, m in candidates.items() if name not in {*told, *in_stacks}}
+    staying = {name: why for name, why in staying.items() if name not in in_stacks}
+    chosen = {name: m for name, m in candidates.items() if name not in {*staying, *in_stacks}}
     settings = _checked(chosen, overridden, form)
     kinds = {name: kind_of(module) for name, module in chosen.items()}
     kinds |= {stack.experts.place: "experts" for stack in stacked.values()}
-    by_default = {name: why for name, why in told.items() if why == kept.get(name)}
+    by_default = {name: why for name, why in staying.items() if why == kept.get(name)}
     _check_settings(overridden, kinds, {x: by_default[x] for x in by_default if x in candidates})
-    experts = frozenset(name for name in told if kind_of(modules[name]) == "experts")
-    masters = frozenset(name for name, given in settings.items() if given["trainable"])
+    experts = frozenset(name for name in staying if kind_of(modules[name]) == "experts")
+    masters = frozenset(name for name, options in settings.items() if options["trainable"])
     loose = Loose({}, 0.0)
     if wanted is None and filter_fn is None:  # these name linears and experts
         stays = [*skipped, *(part for part, setting in overridden.items() if setting is False)]
         loose = loose_matrices(modules, lambda name: any(matches(name, part) for part in stays))
-    conversion = Conversion(kinds, told, experts, masters, one_by_one, *loose)
+    conversion = Conversion(kinds, staying, experts, masters, one_by_one, *loose)
     there: list[Any] = [modules[name] for name in fp8]
     other_form = sum(module.trainable != trainable for module in there)
     other_wgrad = sum(module.trainable and module.wgrad != wgrad for module in there)
@@ -132,13 +132,13 @@ def choose(
 
 def patterns_of(caller: str, argument: str, patterns: Patterns | None) -> tuple[str, ...]:
     """`patterns` as a tuple. Raises TypeError unless they are names; "" names the model itself."""
-    found = (patterns,) if isinstance(patterns, str) else patterns or ()
-    found = tuple(found) if isinstance(found, Iterable) else (found,)
-    if not all(isinstance(part, str) and (part or argument == "only") for part in found):
+    parts = (patterns,) if isinstance(patterns, str) else patterns or ()
+    parts = tuple(parts) if isinstance(parts, Iterable) else (parts,)
+    if not all(isinstance(part, str) and (part or argument == "only") for part in parts):
         raise TypeError(
             f"{caller}: {argument} must be a name, or names, of modules, got {patterns!r}"
         )
-    return found
+    return parts
 
 
 def _check_overrides(overrides: Mapping[Any, Any]) -> None:
@@ -243,8 +243,8 @@ def _checked(
                 way_out = f"pass skip={pattern_of(name)!r} to leave it as it is"
                 raise TypeError(f"{error}; {way_out}") from None
         made = _settings(name, overrides, form)
-        found, problem = _check(module, probed, made["trainable"])
-        made = {**found, **made}
+        stated, problem = _check(module, probed, made["trainable"])
+        made = {**stated, **made}
         may_freeze = problem is None and made["trainable"]
         if may_freeze:
             problem = master_problem(module)

@@ -27,8 +27,8 @@ class Conversion:
     """swapped: name -> kind ("linear", "Conv1D", "experts"); kept: name -> why it stays.
 
     Names are those of the model before `convert`. kept holds all its other linears and experts that
-    are not FP8 already; experts tells which names in kept are experts, and trainable which names in
-    swapped keep their weights as master weights. one_by_one: name of a list of experts whose
+    are not FP8 already. experts: names in kept that are experts. trainable: names in swapped whose
+    weights are kept as master weights. one_by_one: name of a list of experts whose
     linears are swapped one by one -> why, and how to run them at once. loose: name of a matrix that
     no linear, experts or other known module holds -> its holder and shape, if such matrices are
     most of the weights besides embeddings; loose_share: how much of these weights they are.
@@ -43,7 +43,7 @@ class Conversion:
     loose_share: float = 0.0
 
     def warning(self) -> str | None:
-        """What a user may not expect: nothing became FP8, or experts or most weights did not."""
+        """A warning if nothing became FP8, or if experts or most weights did not; else None."""
         experts = {name: why for name, why in self.kept.items() if name in self.experts}
         unasked = {name: why for name, why in experts.items() if why not in ASKED_FOR}
         is_of_other_make = any(why.startswith(OTHER_MAKE) for why in unasked.values())
@@ -70,15 +70,15 @@ class Conversion:
         kinds = [Counter[str](), Counter[str]()]
         for name, kind in self.swapped.items():
             kinds[name in self.trainable][kind] += 1
-        told = [
-            f"{form}: {', '.join(f'{n} {_plural(kind, n)}' for kind, n in of_form.items())}"
-            for form, of_form in zip(("FP8", "FP8 of master weights"), kinds, strict=True)
-            if of_form
+        lines = [
+            f"{form}: {', '.join(f'{n} {_plural(kind, n)}' for kind, n in counts.items())}"
+            for form, counts in zip(("FP8", "FP8 of master weights"), kinds, strict=True)
+            if counts
         ]
-        told = told or ["FP8: none"]
-        told += [f"one by one: {x}" for x in _counted(self.one_by_one, "{} {}")]
+        lines = lines or ["FP8: none"]
+        lines += [f"one by one: {x}" for x in _counted(self.one_by_one, "{} {}")]
         stays = (*_counted(self.kept), *_counted(self.loose))
-        return "\n".join([*told, *(f"stays: {x}" for x in stays)])
+        return "\n".join([*lines, *(f"stays: {x}" for x in stays)])
 
 
 def _plural(kind: str, count: int) -> str:

@@ -46,7 +46,7 @@ def convert(
 
     Experts in an `nn.ModuleList` or `nn.ModuleDict`, which a block calls one by one, become one
     `GroupedExperts`, and the block a `ConvertedMoE` around its own router, if a trial shows the
-    same outputs. Else their linears are swapped, and a warning tells why, and the two lines that
+    same outputs. Else their linears are swapped, and a warning says why, with the two lines that
     run them at once.
 
     By default these stay: output heads, routers, gates to one number, what the model keeps in FP32,

@@ -19,8 +19,8 @@ from ..trainable import check_own_weights
 def dequantize(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
     """Swap every `FP8Linear` for an `nn.Linear`, and `GroupedExperts` for `PlainExperts`.
 
-    Master weights stay the very parameters that they are, so that an optimizer goes on: that is the
-    way back from `convert` with trainable=True. All else is made anew, and so are master weights if
+    Master weights stay the very parameters that they are, so that an optimizer goes on: this
+    undoes `convert` with trainable=True. All other parameters are new, and so are master weights if
     another `dtype` is asked for.
 
     Weights are `data * scale_inv` in FP32, rounded to `dtype`; they and the biases, which are cast,
@@ -35,7 +35,7 @@ def dequantize(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
     Args:
         model: changed in place. A model of transformers also loses its `quantization_config`; if
             `model` is a part of one, the whole loses it when saved, if nothing is FP8 then.
-        dtype: bf16, fp16 or fp32; None: that of each master weight, and bf16 for codes. A linear
+        dtype: bf16, fp16 or fp32; None: each master weight's, and bf16 for codes. A linear
             then takes inputs of this dtype and no other.
 
     Returns:

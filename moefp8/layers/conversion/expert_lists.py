@@ -35,7 +35,7 @@ class ExpertList:
     block: the block's dotted name. name: the list's name in the block. keys: the experts' names in
     the list. gate: the name of the block's one linear from H to E, or "". leaves: the names of an
     expert's linears, two from H to I, or one from H to 2I, and then one from I to H; gate, up and
-    down once a trial has told gate from up. sizes: E, H, I.
+    down once a trial knows which of them is gate. sizes: E, H, I.
     """
 
     block: str
@@ -84,7 +84,7 @@ class ExpertList:
 
 
 def expert_lists(modules: Mapping[str, nn.Module]) -> Iterator[ExpertList]:
-    """The lists of experts of a model, by structure alone: a trial tells what they compute.
+    """The lists of experts of a model, by structure alone: a trial shows what they compute.
 
     modules: `dict(model.named_modules(remove_duplicate=False))`. Models that transformers brings
     are left out: their checkpoints, and its loader, know each expert by its own name.

@@ -238,11 +238,11 @@ def _run(
 
 
 class _ForwardError(Exception):
-    """What a block's forward raised."""
+    """Wraps an error of a block's forward."""
 
 
 class _Comparison:
-    """Calls of a block, and the formulas that give what it has given so far.
+    """Calls of a block, and the formulas that fit its outputs so far.
 
     stacks: gate and up [E, I, H], or both in one [E, 2I, H], and down [E, H, I]. gate: the name of
     its router, which has to be called once, with all tokens as they are, so that `ConvertedMoE`

@@ -1,6 +1,6 @@
 """Run experts modules on random tokens, and compare with what `GroupedExperts` computes.
 
-Attributes do not tell in which order rows lie, nor what a forward adds, scales or drops. E experts,
+Attributes do not say in which order rows are, nor what a forward adds, scales or drops. E experts,
 H hidden, T tokens, k choices.
 """
 
@@ -28,7 +28,7 @@ NARROW = 32  # H and I, where they can be chosen: many tokens cost little then
 # weights.
 USUAL_TOKENS, USUAL_WORK, _USUAL_ROOM = 1 << 12, 1 << 34, 1 << 21
 NAMED_WORK, _NAMED_ROOM = 1 << 36, 1 << 26  # bounds of what else is run at full width
-FEW_TOKENS = 64  # a forward has to take so many of one expert
+FEW_TOKENS = 64  # a forward has to take so many for one expert
 MAX_CHOICES = 64  # of a token
 _MAX_KEY = 1 << 16  # elements of buffers that are compared with those of other layers
 _CHUNK = 1 << 20  # elements of a weight of which an FP32 copy is made at a time
@@ -36,7 +36,7 @@ TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.02, torch.float16: 5e-3}
 
 
 class Routing(NamedTuple):
-    """What experts modules take: x [T, H], ids chosen [T, k], scores [T, k]."""
+    """The inputs of experts modules: x [T, H], ids chosen [T, k], scores [T, k]."""
 
     x: torch.Tensor
     chosen: torch.Tensor

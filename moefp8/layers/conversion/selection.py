@@ -70,15 +70,15 @@ def widths(module: nn.Module) -> tuple[int, int]:
 
 
 def reasons(modules: Modules) -> dict[str, str]:
-    """Name -> why it stays, for each linear and experts module that does.
+    """Name -> why it stays, for each linear and experts module that stays.
 
     modules: `dict(model.named_modules(remove_duplicate=False))` of the whole model.
     """
-    found: dict[str, str] = {}
+    reason_of: dict[str, str] = {}
     for rule in _RULES:
         for name, why in rule(modules):
-            found.setdefault(name, why)
-    return found
+            reason_of.setdefault(name, why)
+    return reason_of
 
 
 def _by_name(modules: Modules) -> Iterator[tuple[str, str]]:
@@ -236,7 +236,7 @@ def _taken(module: nn.Module) -> int | None:
 
 
 def _in_layer(name: str, modules: Modules) -> bool:
-    """Whether a module lies within an element of a list of modules that are not experts."""
+    """Whether a module is within an element of a list of modules that are not experts."""
     above = _parent(name)
     while above:
         home = _parent(above)

@@ -1,4 +1,4 @@
-"""What the source of modules tells: weights that they read, and values that a forward can name."""
+"""Read the source of modules: weights that they use, and values that a forward can name."""
 
 import ast
 import inspect
@@ -27,7 +27,7 @@ _NOT_FORWARD = {"__init__", "_init_weights", "init_weights", "reset_parameters",
 @cache
 def read_weights(kind: Any) -> frozenset[str]:
     """`a.b` for each `self.a.b.weight` in methods of a class, `a.*` for `self.a[i].weight`."""
-    found: set[str] = set()
+    weights: set[str] = set()
     for base in kind.__mro__:
         if _package(base.__module__) in _TORCH_AND_STDLIB or not issubclass(base, nn.Module):
             continue
@@ -37,8 +37,8 @@ def read_weights(kind: Any) -> frozenset[str]:
             continue
         for method in ast.walk(tree):
             if isinstance(method, ast.FunctionDef) and method.name not in _NOT_FORWARD:
-                found |= _weights_in(method)
-    return frozenset(found)
+                weights |= _weights_in(method)
+    return frozenset(weights)
 
 
 def _weights_in(method: ast.FunctionDef) -> set[str]:
@@ -53,7 +53,7 @@ def _weights_in(method: ast.FunctionDef) -> set[str]:
         for node in ast.walk(method)
         if isinstance(node, ast.Attribute) and node.attr in _WEIGHTS and id(node) not in safe
     )
-    return {chain for found in chains for chain in found if chain}
+    return {chain for names in chains for chain in names if chain}
 
 
 def _local_names(method: ast.FunctionDef) -> dict[str, set[str]]:
@@ -62,14 +62,14 @@ def _local_names(method: ast.FunctionDef) -> dict[str, set[str]]:
     known = {argument.arg: {""} for argument in arguments[:1]}  # self
     for node in ast.walk(method):
         if isinstance(node, ast.Assign):
-            targets, found = node.targets, _chains(node.value, known)
+            targets, chains = node.targets, _chains(node.value, known)
         elif isinstance(node, ast.For | ast.comprehension):
-            targets, found = [node.target], _elements(node.iter, known)
+            targets, chains = [node.target], _elements(node.iter, known)
         else:
             continue
         for target in targets:
-            if isinstance(target, ast.Name) and found:
-                known.setdefault(target.id, set()).update(found)
+            if isinstance(target, ast.Name) and chains:
+                known.setdefault(target.id, set()).update(chains)
     return known
 
 
@@ -90,28 +90,28 @@ def _elements(node: ast.expr, known: Mapping[str, set[str]]) -> set[str]:
 
 # ---- Values ----
 
-_MAX_ELEMENTS = 4096  # so many of a container or of a tensor of integers are looked at,
-_MAX_FLOATS = 64  # and of one of other numbers, which seldom are limits
+_MAX_ELEMENTS = 4096  # that are read of a container or a tensor of integers;
+_MAX_FLOATS = 64  # of a tensor of other numbers, which seldom are limits
 
 
 class Reach(NamedTuple):
-    """What a module's forward, and what it calls, can name.
+    """Everything that a module's forward, and the code that it calls, can name.
 
-    values: path -> each plain value. names: of all that the code refers to.
+    values: path -> each plain value. names: all names that the code uses.
     """
 
     values: dict[str, Any]
     names: frozenset[str]
 
     def unread(self, names: Iterable[str]) -> set[str]:
-        """Those names of attributes that the code cannot read."""
+        """The names of attributes that the code cannot read."""
         if self.names & {"getattr", "vars", "__dict__"}:
             return set()
         return {*names} - self.names
 
 
 def in_reach(module: nn.Module, names: Iterable[str] = ()) -> Reach:
-    """What a module's forward, or what it calls, can name.
+    """Return everything that a module's forward, and the code that it calls, can name.
 
     Values are constants, defaults, globals and what functions enclose, attributes of modules,
     classes and any other object, and elements of containers. A tensor of integers or of few
@@ -130,7 +130,7 @@ def in_reach(module: nn.Module, names: Iterable[str] = ()) -> Reach:
 
 
 class _Walk:
-    """names: of all that code refers to, as far as it is known; it grows on the way."""
+    """names: all names that code uses, as far as they are known; the set grows on the way."""
 
     def __init__(self, names: set[str]) -> None:
         self.names = names
@@ -139,7 +139,7 @@ class _Walk:
 
     def visit(self, path: str, x: Any) -> None:
         if isinstance(x, Number | str | bytes | torch.dtype | None):
-            self.values[path] = getattr(x, "item", lambda: x)()  # NumPy's have one
+            self.values[path] = getattr(x, "item", lambda: x)()  # NumPy's numbers have item()
         elif id(x) not in self._visited:
             self._visited[id(x)] = x
             for name, part in self._parts(x):
@@ -151,7 +151,7 @@ class _Walk:
         if isinstance(x, list | tuple | set | frozenset | deque):
             return islice(enumerate(x), _MAX_ELEMENTS)
         if isinstance(x, Mapping):
-            with suppress(Exception):  # those of others may raise anything
+            with suppress(Exception):  # others' mappings may raise anything
                 return islice([*x.items()], _MAX_ELEMENTS)
         if isinstance(x, CodeType):
             self.names.update(x.co_names)

@@ -1,4 +1,4 @@
-"""Which lists of experts `convert` stacks, and what it tells of the others."""
+"""Which lists of experts `convert` stacks, and what it says of the others."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ class Stacked(NamedTuple):
         return [x for weights in self.experts.weights(block) for x in weights]
 
     def replacement(self, block: nn.Module, experts: GroupedExperts) -> ConvertedMoE:
-        """What takes the block's place, with `experts` in it."""
+        """The module that takes the block's place, with `experts` in it."""
         gate, name = self.experts.gate, self.experts.name
         return ConvertedMoE(gate, block.get_submodule(gate), name, experts, self.formula)
 
@@ -38,8 +38,8 @@ def stack_lists(
 ) -> tuple[dict[str, Stacked], dict[str, str]]:
     """Return block -> how its experts are stacked, and list -> why its experts are not.
 
-    is_wanted: whether the arguments of `convert` allow to swap the linear of a name. A list of
-    which they do not is left out. swapped: the linears that would be swapped without lists.
+    is_wanted: whether the arguments of `convert` allow to swap the linear of a name. A list is
+    left out if they forbid one of its linears. swapped: linears to swap if there were no lists.
     settings_of: the settings for a name.
     """
     stacked, one_by_one = dict[str, Stacked](), dict[str, str]()

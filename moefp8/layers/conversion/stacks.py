@@ -1,4 +1,4 @@
-"""Experts modules whose weights lie in stacks, and what their attributes tell.
+"""Experts modules that store their weights in stacks, and their attributes.
 
 E experts, H hidden, I intermediate.
 """
@@ -31,7 +31,7 @@ _FLAGS = {
 
 @dataclass(frozen=True)
 class Stacks:
-    """What an experts module holds in the parameters `names`, without a copy.
+    """The weights that an experts module stores in the parameters `names`, without a copy.
 
     gate_up: one stack [E, 2I, H], gate rows first, or gate and up [E, I, H]; down: [E, H, I].
     """

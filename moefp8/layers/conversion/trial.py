@@ -165,7 +165,7 @@ def _random_like(
     random: torch.Generator,
     dtype: torch.dtype | None,
 ) -> tuple[torch.Tensor, Callable[[torch.Tensor], bool]]:
-    """Random weights, and a function that tells whether a tensor still has them, in their place.
+    """Random weights, and a function that returns whether a tensor still has them, in place.
 
     If they are many, the matrices of experts overlap in memory. Each matrix is contiguous: a
     product would copy a strided one.

@@ -56,7 +56,7 @@ def ask(compiler: CompileAhead, model: nn.Module) -> None:
             continue
         config = layer.moe_runner_config
         e, h, i = layer.w2_weight.shape
-        if config.top_k is not None:  # else only calls tell it, and the first one compiles
+        if config.top_k is not None:  # else only calls show it, and the first one compiles
             compiler.experts(e, h, i, top_k=config.top_k, num_global_experts=config.num_experts)
 
 

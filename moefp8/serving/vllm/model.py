@@ -16,7 +16,7 @@ logger = init_logger("vllm.moefp8")  # vLLM shows what is below its own name
 
 
 class ServedModel:
-    """Layers tell when they are made and when they are loaded; after the last one it logs a line.
+    """Layers report when they are made and when they are loaded; after the last it logs a line.
 
     Kernels are compiled by a thread while vLLM loads weights.
     """

@@ -265,7 +265,7 @@ class Host:
                 row = at + self.back.rows + there * h * 2
                 given.append((rank, source, row, rows[rank][slot]))
                 if of_choices is not None:
-                    place = at + self.back.of_scores + there * top_k * 4
+                    place = at + self.back.grad_scores + there * top_k * 4
                     given.append((rank, source, place, of_choices[rank][slot]))
         for _, source, place, what in given:
             put(self.expected[source], place, what)

@@ -80,7 +80,7 @@ def test_parts_of_an_area_do_not_overlap(num_slots, h, top_k, dtype):
     check_places(
         back.size,
         (back.rows, 2 * num_slots * h * 2),
-        (back.of_scores, 2 * num_slots * top_k * 4),
+        (back.grad_scores, 2 * num_slots * top_k * 4),
         (back.reached, num_slots * 4),
         (back.scores, num_slots * top_k * 4),
     )

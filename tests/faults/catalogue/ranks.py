@@ -14,8 +14,8 @@ FAULTS = [
     ),
     Fault(
         file="distributed/expert_parallel/peers_launch.py",
-        old="num_sums=ceil_div(num_tokens * num_pieces, of_item),",
-        new="num_sums=max(1, num_tokens * num_pieces // of_item),",
+        old="num_sums=ceil_div(num_tokens * num_pieces, item_pieces),",
+        new="num_sums=max(1, num_tokens * num_pieces // item_pieces),",
         caught_by=_PEERS + "test_rows_go_back_to_where_tokens_came_from[False-two]",
         why="the last tokens of a chunk are not summed",
     ),
