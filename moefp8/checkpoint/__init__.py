@@ -1,8 +1,8 @@
 """Strict, streaming safetensors <-> modules: everything is checked before one byte is written.
 
 `files` knows a checkpoint on disk and `model` the places that it fills. `load` matches the two and
-moves the bytes; `update` does with a trainer's tensors while a model serves; `save` writes a model
-back; `inspect` tells what a checkpoint holds without a model; `quantize` turns a 16-bit checkpoint
+moves the bytes; `update` writes a trainer's tensors while a model serves; `save` writes a model
+back; `inspect` lists what a checkpoint holds without a model; `quantize` turns a 16-bit checkpoint
 into one in FP8. The rooms import `files`, `model`, `errors` and `arguments`, and never each other.
 """
 

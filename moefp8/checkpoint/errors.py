@@ -1,4 +1,4 @@
-"""The one exception of this package, and how its message quotes what others wrote."""
+"""The exception of this package, and functions that quote untrusted text in its messages."""
 
 import reprlib
 from collections.abc import Iterator, Sequence
@@ -31,7 +31,7 @@ class CheckpointError(RuntimeError):
 
 @contextmanager
 def failing_as(what: object, failed: str, outcome: str = "") -> Iterator[None]:
-    """Turn what reading, writing or memory raises into `what: failed (reason); outcome`."""
+    """Turn errors of files and memory into a CheckpointError, `what: failed (reason); outcome`."""
     try:
         yield
     except CheckpointError:
@@ -51,7 +51,7 @@ def printable(text: str, limit: int = _MAX_LINE) -> str:
 
 
 def quoted(value: object) -> str:
-    """Return the repr of what JSON gave, as a message can hold it."""
+    """Return the repr of a value of JSON, short and printable."""
     return printable(_REPR.repr(value), _MAX_QUOTE)
 
 

@@ -31,7 +31,7 @@ from .model.record import Record, recall
 from .model.skeleton import skeleton_around
 from .model.slots import Inventory, ModelTensor, Role, Slot, not_dense
 
-Leaves = tuple[str, ...]  # what the loader of stacked experts calls gate, up and down of one
+Leaves = tuple[str, ...]  # a loader's names for gate, up and down of one expert
 _LEAVES = ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")
 
 
@@ -42,15 +42,15 @@ def save_checkpoint(
 
     Experts are written one by one under DeepSeek's names, other tensors under the model's; in a
     model of transformers, under the names that its loader stacks, or as stacks if it knows no
-    others. What `load_checkpoint` filled gets its checkpoint's names and config.json back. MTP
-    layers, which no model holds, are not written, and config.json then says so. A tied tensor is
-    written once. Master weights are written as plain weights in their dtype, and config.json says
-    nothing of FP8 if nothing else is; `freeze` the model first to write FP8.
-    A model of more than max_shard_bytes is split into shards with an index. Adapters, of which a
-    warning tells, have files of their own: `moefp8.adapters.save_lora`.
+    others. A loaded model gets the names and config.json of its checkpoint back. MTP layers, which
+    no model holds, are not written, and config.json then says so. A tied tensor is written once.
+    Master weights are written as plain weights in their dtype, and config.json states no FP8 if
+    nothing else is in FP8; `freeze` the model first to write FP8. A model of more than
+    max_shard_bytes is split into shards with an index. Adapters are left out with a warning, and
+    have files of their own: `moefp8.adapters.save_lora`.
 
-    The directory appears under its name when it is complete; until then all lies in
-    `.NAME.partial` beside it. The next save to path removes what a killed process left there.
+    The directory gets its name when it is complete; until then all is in `.NAME.partial` beside it.
+    The next save to path removes what a killed process left there.
 
     Raises:
         CheckpointError: a tensor is on the meta device or one rank's part; the path cannot be
@@ -94,7 +94,7 @@ def _check_whole(model: nn.Module) -> None:
 
 
 def _expert_leaves(model: nn.Module, inventory: Inventory, record: Record) -> dict[str, Leaves]:
-    """Return module -> leaves, () for stacks, where transformers' loader decides the names."""
+    """Return module -> leaves, () for stacks, for modules that transformers' loader names."""
     skeleton = None if record.config or record.names else skeleton_around(model)
     if skeleton is None:
         return {}
@@ -143,7 +143,7 @@ def _named_tensors(
 def _slots_to_save(
     inventory: Inventory, record: Record, leaves: dict[str, Leaves]
 ) -> Iterator[Slot]:
-    """Yield every part once; a stack whole if loaders know no parts, or the checkpoint had none."""
+    """Yield every part once, or a whole stack if loaders or the checkpoint know no parts of it."""
     whole: set[ModelTensor] = set()
     for slot in inventory.slots.values():
         was_whole = slot.name in record.names or slot.weight_name in record.names
@@ -173,9 +173,9 @@ def _config(
     config = dict(record.config)
     own: Any = getattr(model, "config", None)
     if not config and hasattr(own, "to_dict"):
-        config = without_quantization(own.to_dict())  # what is written is plain fp8
+        config = without_quantization(own.to_dict())  # a save writes plain fp8
     has_fp8 = any(slot.role is Role.WEIGHT for slot in inventory.parts.values())
-    if not has_fp8:  # what was loaded in FP8 may be master weights now
+    if not has_fp8:  # weights loaded in FP8 may be master weights now
         return without_quantization(config)
     quantization = quantization_of(config) or FP8_QUANTIZATION
     if any(inventory.is_ambiguous(slot) for slot in slots):

@@ -1,1 +1,1 @@
-"""A checkpoint on disk: how its files are found, opened, read with care, and written."""
+"""A checkpoint on disk: locate, open, check, read and write its files."""

@@ -1,4 +1,4 @@
-"""What config.json tells a loader: the scale block, and the tensors a family leaves over."""
+"""Read config.json: the format and scale block, and the tensors that a load leaves out."""
 
 import os
 import re
@@ -23,7 +23,7 @@ SEPARATE = {"gate_up_blocks": "separate"}
 MODELOPT_NAME = "hf_quant_config.json"  # all that older releases of NVIDIA's modelopt say
 
 _METHODS = ("fp8", "compressed-tensors")
-_FILE = "stated_in"  # the name of the file that says it, if it is not config.json
+_FILE = "stated_in"  # key for the name of the file that states the format, if not config.json
 _WAY_OUT = (
     "quantize the 16-bit original (python -m moefp8 quantize), or fetch its FP8 release in 128x128 "
     "blocks"
@@ -67,15 +67,15 @@ def says_separate(config: Mapping[str, Any]) -> bool:
 
 
 def quantization_of(config: Mapping[str, Any]) -> Any:
-    """Return what config says of quantization, in any of the places where it is looked for."""
+    """Return the entry of config on quantization, under any of its names, or None."""
     places = (part.get(key) for part in (config, text_config(config)) for key in _QUANTIZATIONS)
     return next((x for x in places if x is not None), None)
 
 
 def modelopt_quantization(path: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """Return what modelopt says beside the config.json of the checkpoint at path, if it does.
+    """Read modelopt's file beside the config.json of the checkpoint at path; None if there is none.
 
-    It has the form of a quantization_config. Raises CheckpointError if the file is broken.
+    The result has the form of a quantization_config. Raises CheckpointError if the file is broken.
     """
     file = config_path(path).with_name(MODELOPT_NAME)
     if not os.path.lexists(file):
@@ -135,19 +135,19 @@ def block_sizes(config: Mapping[str, Any]) -> list[Any]:
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the part of config that tells of the language model; multimodal models nest it."""
+    """Return the part of config for the language model; multimodal models nest it."""
     nested = config.get("text_config")
     return nested if isinstance(nested, dict) else config
 
 
-def told(config: Mapping[str, Any], names: Iterable[str]) -> int | None:
-    """Return the first of these numbers that config has."""
+def number_in(config: Mapping[str, Any], names: Iterable[str]) -> int | None:
+    """Return the first positive integer that config has under one of these names, or None."""
     values = (text_config(config).get(name) for name in names)
     return next((value for value in values if type(value) is int and value > 0), None)
 
 
 def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return config without what it says of quantization."""
+    """Return config without its entries on quantization."""
     changed = {key: x for key, x in config.items() if key not in _QUANTIZATIONS}
     if isinstance(config.get("text_config"), dict):
         changed["text_config"] = without_quantization(config["text_config"])
@@ -165,7 +165,7 @@ def without_mtp(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_leftover(config: dict[str, Any], key: str) -> bool:
-    """Whether the family of config stores key for others: MTP layers, rotary tables."""
+    """Whether a load leaves key out: it is of an MTP layer, or a rotary table."""
     if key.startswith("mtp.") or key.endswith("rotary_emb.inv_freq"):
         return True
     layer = layer_of(key)

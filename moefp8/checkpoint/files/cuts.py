@@ -1,4 +1,4 @@
-"""Infer from codes how gate and up of a stack were cut into blocks, where scales fit two cuts."""
+"""Infer from codes how gate and up of a stack were cut into blocks, if scales fit two cuts."""
 
 import torch
 from torch.nn.functional import pad
@@ -10,7 +10,7 @@ from .reading import read_into
 
 _MAX_BYTES = 1 << 28  # of one expert's gate and up; DeepSeek-V3's have 28 MiB
 _LARGEST = 0x7E  # 448; one more is NaN
-_MIN_LACKING = 16  # docs/design/checkpoint.md tells what this number rules out
+_MIN_LACKING = 16  # docs/design/checkpoint.md says what this number rules out
 
 
 def are_separate(weight: Entry, file: int) -> bool:
@@ -19,12 +19,12 @@ def are_separate(weight: Entry, file: int) -> bool:
     A quantizer makes the largest value of a block the largest code, in most formats. So each block
     of the right cut has that code, or zeros alone, and some blocks of the wrong cut have neither.
     Other quantizers leave out that code in places, most likely in the last blocks, which have fewer
-    rows. So 16 blocks of the wrong cut must lack it, without the last ones. All experts are read,
-    unless one has more than 256 MiB.
+    rows. So 16 blocks of the wrong cut must lack it, not counting the last ones. All experts are
+    read, unless one has more than 256 MiB.
     """
     num_experts, num_rows, num_columns = weight.shape
     if num_rows < 2 * BLOCK or num_rows * num_columns > _MAX_BYTES:
-        return False  # the only block of 128 of the 2I rows holds gate as a whole, so none can lack
+        return False  # the only block of 128 rows holds all of gate, so it cannot lack the code
     codes = torch.empty(num_rows, num_columns, dtype=torch.uint8, device="cpu")
     num_lacking = 0
     for expert in range(num_experts):

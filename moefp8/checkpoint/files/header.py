@@ -1,4 +1,4 @@
-"""Read what a safetensors file says of itself, and believe none of it before checking.
+"""Read the header of a safetensors file, and check all that it says.
 
 Layout: 8 bytes little-endian header length, a JSON object, then the tensors without holes.
 """
@@ -39,7 +39,7 @@ TORCH_DTYPES = {
 }
 FP8 = "F8_E4M3"
 SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E8M0")  # each upcasts to FP32 exactly
-PLAIN_DTYPES = ("F64", "F32", "BF16", "F16", "I64", "BOOL")  # of what is not quantized
+PLAIN_DTYPES = ("F64", "F32", "BF16", "F16", "I64", "BOOL")  # of tensors that are not quantized
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
@@ -115,8 +115,8 @@ def _entry(path: Path, key: str, value: Any, start: int) -> Entry:
     if dtype in TORCH_DTYPES:  # others have no known size; they fail later if anything needs them
         num_bytes = math.prod(shape) * TORCH_DTYPES[dtype].itemsize
         if num_bytes != entry.num_bytes:
-            told = f"{dtype} {shape} takes {num_bytes} bytes, its offsets give {entry.num_bytes}"
-            raise CheckpointError(f"{where}: {told}")
+            rule = f"{dtype} {shape} takes {num_bytes} bytes, its offsets give {entry.num_bytes}"
+            raise CheckpointError(f"{where}: {rule}")
     return entry
 
 
@@ -133,7 +133,7 @@ def _are_sizes(value: Any) -> bool:
 def _whole(
     path: Path, entries: list[Entry], start: int, file_bytes: int
 ) -> tuple[list[Entry], list[str]]:
-    """Return the entries that follow one another from start on, and a sentence for each other."""
+    """Return the entries without gaps from start on, and a sentence for each other entry."""
     whole, problems, position = [], [], start
     for entry in sorted(entries, key=lambda entry: (entry.begin, entry.end)):
         if entry.end > file_bytes:

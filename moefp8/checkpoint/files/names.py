@@ -1,4 +1,4 @@
-"""One tensor, many spellings: names are of the same tensor if `canonical` makes them equal."""
+"""Spellings of names: two names mean one tensor if `canonical` makes them equal."""
 
 import re
 from collections.abc import Callable
@@ -38,7 +38,7 @@ def canonical(name: str) -> str:
 
 
 def weight_of_scale(name: str) -> str | None:
-    """Return `X.weight` for `X.weight_scale_inv` and its like, and None if name is no scale's."""
+    """Return `X.weight` for `X.weight_scale_inv` and such, and None if name is no scale's."""
     match = _SCALE.fullmatch(name)
     return f"{match[1]}{match[2] or 'weight'}" if match else None
 

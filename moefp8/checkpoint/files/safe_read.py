@@ -1,7 +1,7 @@
 """Open files and parse JSON that others wrote, without trusting either.
 
-Pipes and devices may never end, and a link may lead to what we can read but its owner cannot: a
-file is looked at before a byte of it is read. JSON that costs much is refused: an empty list takes
+Pipes and devices may never end, and a link may lead to a file that its owner cannot read: a path
+is checked before a byte is read. JSON that costs much is refused: an empty list takes
 2 bytes of the file and 64 of memory, and deep nesting cannot be printed, copied or written again.
 """
 
@@ -25,7 +25,7 @@ _HUB_ID = re.compile(r"(https?:/(?:huggingface\.co|hf\.co)/)?(\w[\w.-]*/\w[\w.-]
 
 def open_regular(path: Path) -> int:
     """Return a descriptor to read. Raises OSError; CheckpointError if path is no regular file."""
-    no_waiting = getattr(os, "O_NONBLOCK", 0)  # else a pipe without a writer would be waited for
+    no_waiting = getattr(os, "O_NONBLOCK", 0)  # else opening a pipe would wait for a writer
     file = os.open(path, os.O_RDONLY | no_waiting)
     if not stat.S_ISREG(os.fstat(file).st_mode):
         os.close(file)
@@ -34,7 +34,7 @@ def open_regular(path: Path) -> int:
 
 
 def check_there(path: Path) -> None:
-    """Raise CheckpointError if there is nothing at path; what may be on a hub is told the way."""
+    """Raise CheckpointError if there is nothing at path; for a hub id, it says how to download."""
     if os.path.lexists(path):
         return
     hub_id = _HUB_ID.fullmatch(str(path))

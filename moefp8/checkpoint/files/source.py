@@ -1,4 +1,4 @@
-"""Open a checkpoint: find its shards, read their headers, and agree them with the index."""
+"""Open a checkpoint: find its shards, read their headers, and compare them with the index."""
 
 import os
 from collections import defaultdict
@@ -24,18 +24,18 @@ INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 _MAX_FILES = 10_000  # DeepSeek-V3 has 163
 _MAX_NAME = 1000
-_MAX_DOUBLES = 100  # keys of one file that are told one by one
+_MAX_DOUBLES = 100  # keys of one file that are listed one by one
 
 _T = TypeVar("_T")
 _Problems = defaultdict[Path, list[str]]
-_Placed = dict[str, Path | None]  # key -> its file as the index says; None for one that must not be
+_Placed = dict[str, Path | None]  # key -> its file by the index; None if that name is not allowed
 
 
 @dataclass(frozen=True)
 class Source:
     """A checkpoint whose files agree. path: what the user gave; config: {} if it has none.
 
-    Where config.json says nothing of quantization, config has what modelopt's file says.
+    If config.json has no quantization, config has that of modelopt's file.
     """
 
     path: Path
@@ -46,7 +46,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Scan:
-    """What can be read of a checkpoint. named: keys of headers and index; problems: by file."""
+    """The readable part of a checkpoint. named: keys of headers and index; problems: by file."""
 
     source: Source
     named: frozenset[str]
@@ -54,12 +54,12 @@ class Scan:
 
 
 def open_source(path: str | os.PathLike[str], outcome: str = "the model is unchanged") -> Source:
-    """Open a directory or a .safetensors file. Raises CheckpointError, which tells outcome."""
+    """Open a directory or a .safetensors file. CheckpointError ends with outcome."""
     return _whole(scan_source(path), outcome)
 
 
 def open_shards(files: Sequence[Path]) -> Source:
-    """Open the checkpoint of these files; the caller has judged where their links lead."""
+    """Open the checkpoint of these files; the caller has checked the targets of their links."""
     path = files[0] if len(files) == 1 else files[0].parent
     return _whole(_scan(path, {}, files, None, defaultdict(list)), "no model was made")
 
@@ -72,7 +72,7 @@ def _whole(scan: Scan, outcome: str) -> Source:
 
 
 def scan_source(path: str | os.PathLike[str]) -> Scan:
-    """Go on with what is whole. Raises CheckpointError if nothing at path can be a checkpoint."""
+    """Read all that is intact. Raises CheckpointError if nothing at path can be a checkpoint."""
     path = Path(path)
     problems: _Problems = defaultdict(list)
     with failing_as(path, "cannot be read"):
@@ -83,7 +83,7 @@ def scan_source(path: str | os.PathLike[str]) -> Scan:
 def _scan(
     path: Path, placed: _Placed, files: Iterable[Path], home: Path | None, problems: _Problems
 ) -> Scan:
-    """Read what there is. home: where files must lie that the user did not name, links followed."""
+    """Read all that is intact. home: the directory that must hold all files, by real path."""
     has_config = os.path.lexists(config_path(path))
     config = _try(read_object, config_path(path), problems) if has_config else None
     shards = {x.path: x for x in _read_shards(files, home, problems)}
@@ -102,17 +102,17 @@ def _scan(
         quantization = _try(modelopt_quantization, path, problems)
         config |= {"quantization_config": quantization} if quantization else {}
     source = Source(path, config, entries, shards)
-    return Scan(source, named, {file: told for file, told in problems.items() if told})
+    return Scan(source, named, {file: some for file, some in problems.items() if some})
 
 
 def _read_shards(files: Iterable[Path], home: Path | None, problems: _Problems) -> Iterator[Shard]:
-    """Yield the files that can be read, each once, and that lie in home if that is given."""
+    """Yield the files that can be read, each once; with home, only files in it."""
     names: dict[tuple[int, int], Path] = {}
 
     def read(file: Path) -> Shard:
         if home is not None:
             check_inside(file, home)
-        with suppress(OSError):  # read_shard will tell of it
+        with suppress(OSError):  # read_shard reports it
             status = file.stat()
             first = names.setdefault((status.st_dev, status.st_ino), file)
             if first is not file:
@@ -133,7 +133,7 @@ def _try(read: Callable[[Path], _T], file: Path, problems: _Problems) -> _T | No
 
 
 def _locate(path: Path, problems: _Problems) -> tuple[_Placed, Iterable[Path]]:
-    """Return (what the index places where, or {} if it cannot be read; the shard files)."""
+    """Return (key -> file by the index, or {} if there is none to read; the shard files)."""
     if path.is_file():
         if path.suffix != ".safetensors":
             raise CheckpointError(f"{path}: must be a directory or a .safetensors file")
@@ -180,7 +180,7 @@ def _weight_map(index: Path) -> dict[str, Any]:
 
 
 def _is_inside(name: str) -> bool:
-    """Judge the name by its spelling; where links lead is looked at when their files are read."""
+    """Whether name, by its spelling, stays in the directory; `_read_shards` checks links."""
     if not name or len(name) > _MAX_NAME or not name.isprintable():
         return False
     paths = PurePosixPath(name), PureWindowsPath(name)
@@ -203,9 +203,9 @@ def _merge(shards: Iterable[Shard], problems: _Problems) -> dict[str, Entry]:
 
 
 def disagreement(source: Source, entries: Iterable[Entry]) -> str | None:
-    """Say what is wrong with the format of entries, by config.json and by their dtypes.
+    """Say how the dtypes of entries contradict the format in config.json; None if they do not.
 
-    One file of several may hold no quantized tensor.
+    A single shard of several may hold no quantized tensor.
     """
     problem = format_problem(source.config)
     if problem and any(entry.dtype not in PLAIN_DTYPES for entry in entries):

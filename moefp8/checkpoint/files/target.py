@@ -1,4 +1,4 @@
-"""The directory that a checkpoint is written into: its names, its index, and what makes it last."""
+"""The directory that a checkpoint is written into: its path, its shards and its index."""
 
 import json
 import os
@@ -19,7 +19,7 @@ def target_of(path: str | os.PathLike[str]) -> Path:
     try:
         target = Path(os.path.abspath(path))
         with suppress(FileNotFoundError, NotADirectoryError):
-            target.lstat()  # else a NUL would be found only when something is made
+            target.lstat()  # else a NUL would raise only when something is made
         if target.is_symlink() or os.path.ismount(target):
             raise CheckpointError(
                 f"{path}: must not be a link or a mount point; name a path below it"
@@ -38,7 +38,7 @@ def check_free(path: Path) -> None:
 def in_shards(
     items: Iterable[T], num_bytes_of: Callable[[T], int], max_bytes: int
 ) -> Iterator[list[T]]:
-    """Fill one shard after the other, in the order of items; there is at least one shard."""
+    """Yield shards of items, in their order; there is at least one shard."""
     shard: list[T] = []
     size = 0
     for item in items:

@@ -25,13 +25,13 @@ def run_all(
     *,
     serial: bool = False,
 ) -> None:
-    """Call work(its tasks) in each thread; together they are given all tasks, in their order.
+    """Call work(tasks) in each thread; the threads share all tasks, and take them in their order.
 
-    Raises what work raised, once no thread works any more. name: what the threads are called.
+    Raises what work raised, after all threads have ended. name: of the threads, with a number each.
     serial: their PyTorch operations use one thread each.
     """
-    _settle(serial=False)  # whoever calls is a thread, too
-    waiting = deque(tasks)  # threads may take from it at once
+    _settle(serial=False)  # the caller is a thread, too
+    waiting = deque(tasks)  # threads may take from a deque at once
 
     def mine() -> Iterator[T]:
         with suppress(IndexError):  # there are no more
@@ -43,7 +43,7 @@ def run_all(
         try:
             work(mine())
         finally:
-            waiting.clear()  # whoever ends without a failure has found it empty
+            waiting.clear()  # it is empty already, unless work has failed
 
     with ThreadPoolExecutor(num_threads, name, partial(_settle, serial)) as pool:
         workers = [pool.submit(run) for _ in range(num_threads)]
@@ -55,11 +55,11 @@ def run_all(
 
 
 def _settle(serial: bool) -> None:
-    """Let a new thread ask PyTorch for its number of threads, one thread after the other.
+    """Ask PyTorch for its number of threads in a new thread, one such thread after the other.
 
-    The first question makes PyTorch's threads anew if a fork has lost them, and of two who ask at
-    once, one may find none ("Invalid thread pool"). The number that a thread sets is its own, and
-    that of threads which have not asked yet: another thread sets it back for those.
+    The first call makes PyTorch's threads again if a fork has lost them; of two calls at once, one
+    may fail ("Invalid thread pool"). A thread sets the number for itself and for all threads that
+    have not asked yet: another thread sets it back for those.
     """
     with _setting:
         before = torch.get_num_threads()

@@ -1,7 +1,7 @@
-"""Count what tensors hold, such as scales that are no numbers: few reads, bounded memory.
+"""Count the values of tensors that pass a test, such as NaN: few reads, bounded memory.
 
-A batch is up to 4 MiB of one dtype, from anywhere: to test a thousand small tensors costs as much
-as to test one. A run is what one read fetches of it, since files store many scales side by side.
+A batch is up to 4 MiB of one dtype from any files, so a thousand small tensors cost as much as one.
+A run is the part of a batch that one read fetches: files store many scales side by side.
 """
 
 from collections import Counter
@@ -20,7 +20,7 @@ from .target import in_shards
 
 _NUM_THREADS = 4
 _BATCH_BYTES = 4 << 20
-_SERIAL = 32768  # so few elements stay in this thread; PyTorch's threads would wait for cores
+_SERIAL = 32768  # elements; so few stay in this thread, as PyTorch's threads would wait for cores
 
 Test = Callable[[torch.Tensor], torch.Tensor]
 Counts = dict[str, Counter[Entry]]
@@ -32,7 +32,7 @@ def not_finite(scales: torch.Tensor) -> torch.Tensor:
 
 
 def not_power_of_two(scales: torch.Tensor) -> torch.Tensor:
-    """Find what is positive and finite, but not 2**n: E8M0 cannot hold it."""
+    """Find positive finite numbers other than 2**n, which E8M0 cannot hold."""
     values = scales.float()
     return (torch.frexp(values).mantissa != 0.5) & values.isfinite() & (values > 0)
 
@@ -62,28 +62,28 @@ def count_values(
     """Count the elements of each entry that pass each test; entries without any are left out.
 
     entries: tensors of known dtypes. tests: name -> function of a flat tensor of the stored dtype
-    that gives as many bools. Raises CheckpointError if reading fails, naming key and file.
+    that returns as many bools. Raises CheckpointError if reading fails, naming key and file.
     """
-    found: Counts = {name: Counter() for name in tests}
+    counts: Counts = {name: Counter() for name in tests}
     with ThreadPoolExecutor(_NUM_THREADS, "moefp8-values") as pool:
         for batch in _batches(entries):
             values = _read(_runs(batch), files, pool).view(TORCH_DTYPES[batch[0].entry.dtype])
             for name, test in tests.items():
                 passed = [test(part) for part in values.split(_SERIAL)]
                 if any(part.any() for part in passed):
-                    _count(torch.cat(passed), batch, values.itemsize, found[name])
+                    _count(torch.cat(passed), batch, values.itemsize, counts[name])
             if bar is not None:
                 bar.advance(values.nbytes)
-    return found
+    return counts
 
 
 def _batches(entries: Iterable[Entry]) -> Iterator[list[_Piece]]:
     """Yield batches of entries, or parts of them, in the order of their files."""
     ordered = sorted(entries, key=lambda entry: (entry.dtype, str(entry.file), entry.begin))
-    for _, alike in groupby(ordered, lambda entry: entry.dtype):
+    for _, same_dtype in groupby(ordered, lambda entry: entry.dtype):
         pieces = (
             _Piece(entry, begin, min(begin + _BATCH_BYTES, entry.end))
-            for entry in alike
+            for entry in same_dtype
             for begin in range(entry.begin, entry.end, _BATCH_BYTES)
         )
         batches = in_shards(pieces, lambda piece: piece.end - piece.begin, _BATCH_BYTES)
@@ -91,7 +91,7 @@ def _batches(entries: Iterable[Entry]) -> Iterator[list[_Piece]]:
 
 
 def _runs(batch: list[_Piece]) -> list[_Piece]:
-    """Join pieces that lie side by side; the entry of each run is its first."""
+    """Join pieces that follow one another in a file; the entry of a run is its first piece's."""
     runs = batch[:1]
     for piece in batch[1:]:
         last = runs[-1]
@@ -103,7 +103,7 @@ def _runs(batch: list[_Piece]) -> list[_Piece]:
 
 
 def _read(runs: list[_Piece], files: Files, pool: ThreadPoolExecutor) -> torch.Tensor:
-    """Read all runs, one behind the other, by several threads: a disk may be far away."""
+    """Read all runs into one tensor, in their order, by several threads: a disk may be remote."""
     sizes = [run.end - run.begin for run in runs]
     data = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")  # whatever the default is
     jobs = list(zip(runs, data.split(sizes), strict=True))
@@ -117,9 +117,9 @@ def _read(runs: list[_Piece], files: Files, pool: ThreadPoolExecutor) -> torch.T
     return data
 
 
-def _count(passed: torch.Tensor, batch: list[_Piece], itemsize: int, found: Counter[Entry]) -> None:
+def _count(passed: torch.Tensor, batch: list[_Piece], itemsize: int, count: Counter[Entry]) -> None:
     ends = accumulate((piece.end - piece.begin) // itemsize for piece in batch)
     upto = passed.cumsum(0)[torch.tensor(list(ends), device="cpu") - 1].tolist()
     for piece, before, now in zip(batch, [0, *upto], upto, strict=False):
         if now > before:
-            found[piece.entry] += now - before
+            count[piece.entry] += now - before

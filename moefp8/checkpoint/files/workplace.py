@@ -1,6 +1,6 @@
-"""A checkpoint grows in a directory beside its target, and another run can finish what one began.
+"""Write a checkpoint in a directory beside its target; a later run can finish an earlier one's.
 
-.TARGET.partial/lock           the process that works here has it locked
+.TARGET.partial/lock           locked by the process that works here
 .TARGET.partial/job.json       what is made here: its source and options
 .TARGET.partial/reports/       a report on each shard, written before the shard gets its name
 .TARGET.partial/checkpoint/    becomes TARGET by one rename
@@ -27,11 +27,11 @@ _CHUNK_BYTES = 4 << 20
 _WAIT = "wait for it, or choose another target"
 
 _guard = lock_of_threads_and_forks()
-_held: set[tuple[int, Path]] = set()  # with the process: a forked child holds nothing
+_held: set[tuple[int, Path]] = set()  # (process, path): a forked child holds none
 
 
 class Workplace:
-    """The directory beside target. Files with final names are whole; dead runs left others."""
+    """The directory beside target. Files with final names are whole; dead runs leave others."""
 
     def __init__(self, target: Path) -> None:
         self.target = target
@@ -39,7 +39,7 @@ class Workplace:
         self.content = self.path / "checkpoint"
 
     def report(self, name: str, advance: Callable[[int], None]) -> dict[str, Any] | None:
-        """Return the report of an unchanged shard, else None; advance is given the bytes read."""
+        """Return the report of an unchanged shard, else None; advance takes the bytes read."""
         try:
             record = read_object(self._report_path(name))
             is_same = record.get("shard") == _seal(self.content / name, advance)
@@ -53,13 +53,13 @@ class Workplace:
         return self._report_path(name).exists()
 
     def finish(self, name: str, write: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
-        """Let write make the shard and report on it; if it raises, no part of the shard remains."""
-        temporary, told = self.content / f"{name}{_TEMPORARY}", self._report_path(name)
+        """Let `write` make the shard and report on it; if it raises, no part of the shard stays."""
+        temporary, report_path = self.content / f"{name}{_TEMPORARY}", self._report_path(name)
         try:
             report = write(temporary)
             record = {"shard": _seal(temporary, lambda _: None), "report": report}
-            _publish_json(told, record)
-            sync(told.parent)
+            _publish_json(report_path, record)
+            sync(report_path.parent)
             temporary.rename(self.content / name)
             sync(self.content)
         finally:
@@ -82,7 +82,7 @@ class Workplace:
 
 @contextmanager
 def workplace(target: Path, job: dict[str, Any]) -> Iterator[Workplace]:
-    """Enter the directory beside target. Raises CheckpointError if another run or job has it."""
+    """Enter the directory beside target. Raises CheckpointError if another run or job uses it."""
     place = Workplace(target)
     _make_private(place.path)
     with _locked(place):
@@ -92,14 +92,14 @@ def workplace(target: Path, job: dict[str, Any]) -> Iterator[Workplace]:
 
 @contextmanager
 def _locked(place: Workplace) -> Iterator[None]:
-    """Keep out other processes by a file, which death unlocks too, and threads by `_held`."""
+    """Keep out processes by a file lock, which ends with its process, and threads by `_held`."""
     lock, me = place.path / "lock", (os.getpid(), place.path.resolve())
     with _guard:
         if me in _held:
             raise CheckpointError(f"{place.target}: another thread writes it; {_WAIT}")
         try:
             descriptor = try_lock(lock)
-        except (BlockingIOError, FileNotFoundError) as error:  # not found: it has just finished
+        except (BlockingIOError, FileNotFoundError) as error:  # no file: it has just finished
             raise CheckpointError(
                 f"{place.target}: another process writes it, and holds {lock}; {_WAIT}"
             ) from error
@@ -116,7 +116,7 @@ def _begin(place: Workplace, job: dict[str, Any]) -> None:
     path = place.path / "job.json"
     has_begun = path.exists()
     try:
-        check_free(place.target)  # whoever had the lock before may have finished it
+        check_free(place.target)  # the last holder of the lock may have made it
         if not has_begun:
             _publish_json(path, job)
     except (CheckpointError, OSError):
@@ -128,15 +128,15 @@ def _begin(place: Workplace, job: dict[str, Any]) -> None:
     for folder in (place.content, place.path / "reports"):
         folder.mkdir(exist_ok=True)
         _require_folder(folder)
-    for found in place.content.iterdir():  # a run that died left it
-        if found.is_dir() and not found.is_symlink():
-            shutil.rmtree(found)
-        elif found.is_symlink() or not place.is_finished(found.name):
-            found.unlink()
+    for remnant in place.content.iterdir():  # of a run that died
+        if remnant.is_dir() and not remnant.is_symlink():
+            shutil.rmtree(remnant)
+        elif remnant.is_symlink() or not place.is_finished(remnant.name):
+            remnant.unlink()
 
 
 def _make_private(path: Path) -> None:
-    """Make path, or check that it is ours alone: we would publish what others write there."""
+    """Make path, or check that only we can write there: all files in it are published."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileExistsError):
         path.mkdir(mode=0o700)
@@ -154,7 +154,7 @@ def _require_folder(path: Path) -> os.stat_result:
 
 
 def _seal(path: Path, advance: Callable[[int], None]) -> dict[str, Any]:
-    """Return size and SHA-256, by which a file is known again. Raises OSError, CheckpointError."""
+    """Return the size and SHA-256 that identify a file. Raises OSError, CheckpointError."""
     digest, num_bytes = hashlib.sha256(), 0
     with open(open_regular(path), "rb", buffering=0) as file:
         while chunk := file.read(_CHUNK_BYTES):
@@ -166,11 +166,11 @@ def _seal(path: Path, advance: Callable[[int], None]) -> dict[str, Any]:
 
 def _check_same(path: Path, job: dict[str, Any]) -> None:
     try:
-        found = read_object(path)
+        begun = read_object(path)
     except CheckpointError as error:
         raise CheckpointError(f"{error}; remove {path.parent} to start again") from error
-    job = json.loads(json.dumps(job))  # as it is once it is written: tuples are lists
-    differing = [key for key in {**found, **job} if found.get(key) != job.get(key)]
+    job = json.loads(json.dumps(job))  # as read_object returns it: tuples are lists
+    differing = [key for key in {**begun, **job} if begun.get(key) != job.get(key)]
     if differing:
         raise CheckpointError(
             f"{path.parent}: was begun with another {', '.join(differing)} than now; repeat that "
@@ -179,9 +179,9 @@ def _check_same(path: Path, job: dict[str, Any]) -> None:
 
 
 def _publish_json(path: Path, value: dict[str, Any]) -> None:
-    """Write all of value or nothing."""
+    """Write all of value, or nothing if that fails."""
     temporary = path.with_name(f"{path.name}{_TEMPORARY}")
-    temporary.unlink(missing_ok=True)  # to open a pipe would wait for its reader
+    temporary.unlink(missing_ok=True)  # opening a pipe would wait for a reader
     write_json(temporary, value)
     sync(temporary)
     temporary.replace(path)

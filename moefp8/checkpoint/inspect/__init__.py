@@ -1,4 +1,4 @@
-"""What a checkpoint holds and what is wrong with it, told without a model."""
+"""Inspect without a model: what a checkpoint holds, and what is wrong with it."""
 
 from .fp8 import fp8_layers, fp8_modules
 from .inspect import Inspection, inspect_checkpoint

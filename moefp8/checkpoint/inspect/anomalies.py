@@ -1,6 +1,6 @@
-"""An anomaly is what an inspection has to tell of all tensors that share it.
+"""An anomaly is a finding of an inspection, for all tensors that share it.
 
-Severities: "error" where load_checkpoint would refuse, "note" where it loads as it is.
+Severities: "error" if load_checkpoint would refuse it, "note" if it would load it.
 """
 
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ class Anomaly:
     """rule: what is wrong; kind: the folded name of the tensors, or a file.
 
     count: how many tensors, or problems in a file; examples: the first few, with key and file.
-    num_values, of_values: how many of how many values are at fault; 0 if no values are.
+    num_values, of_values: the number of values at fault, and of all values; 0 if none are.
     """
 
     severity: str
@@ -30,11 +30,11 @@ class Anomaly:
 
 def fold(anomalies: Iterable[Anomaly]) -> tuple[Anomaly, ...]:
     """Return one anomaly for each severity, rule and kind, errors first; counts are sums."""
-    found: dict[tuple[str, str, str], Anomaly] = {}
+    sums: dict[tuple[str, str, str], Anomaly] = {}
     for new in anomalies:
         place = new.severity, new.rule, new.kind
-        found[place] = _sum(found[place], new) if place in found else new
-    shown = (replace(x, examples=tuple(map(printable, x.examples))) for x in found.values())
+        sums[place] = _sum(sums[place], new) if place in sums else new
+    shown = (replace(x, examples=tuple(map(printable, x.examples))) for x in sums.values())
     return tuple(sorted(shown, key=lambda anomaly: anomaly.severity))
 
 

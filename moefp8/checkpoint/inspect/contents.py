@@ -1,4 +1,4 @@
-"""What a checkpoint holds, by the names of its tensors: weights, their scales, what is left out."""
+"""Sort the tensors of a checkpoint by name: weights, their scales, and those a load leaves out."""
 
 import math
 from collections import defaultdict
@@ -21,7 +21,7 @@ class Contents:
     """The tensors of a checkpoint that can be read.
 
     weights: canonical name -> tensor that is no scale; scales: canonical name of a weight -> its
-    scale; doubles: tensors whose canonical name another has already; named: canonical names of all
+    scale; doubles: (tensor, an earlier one of its canonical name); named: canonical names of all
     keys that headers or the index contain, readable or not; kept: the names of weights among them
     that a load takes; left_out: keys that it leaves out, which are of MTP layers and rotary tables.
     """
@@ -40,7 +40,7 @@ class Contents:
 
     @property
     def quantization(self) -> dict[str, Any]:
-        """What config.json says of quantization, or {} if it says nothing."""
+        """The entry of config.json on quantization, or {} if it has none."""
         quantization = quantization_of(self.config)
         return quantization if isinstance(quantization, dict) else {}
 
@@ -55,7 +55,7 @@ class Contents:
         return numbers
 
     def block(self) -> tuple[int, int]:
-        """Return the block of config.json if it says one that can be meant, else 128 x 128."""
+        """Return the block of config.json if that is valid, else 128 x 128."""
         match sizes := block_sizes(self.config):
             case [[int(rows), int(columns)], *_] if min(rows, columns) > 0:
                 if all(size == sizes[0] for size in sizes):
@@ -93,8 +93,8 @@ def contents_of(scan: Scan) -> Contents:
 class Kind:
     """All tensors whose names differ in numbers alone.
 
-    shapes, dtypes, scale_dtypes, scale_grids: each that occurs, once. num_bytes: the tensors and
-    their scales have so many.
+    shapes, dtypes, scale_dtypes, scale_grids: each that occurs, once. num_bytes: of the tensors
+    and their scales.
     """
 
     name: str
@@ -107,7 +107,7 @@ class Kind:
 
 
 def kinds_of(contents: Contents) -> tuple[Kind, ...]:
-    """Sort what a load takes into kinds; scales without a weight are a kind of their own."""
+    """Sort the tensors that a load takes into kinds; scales without a weight have their own."""
     tensors: dict[str, list[Entry]] = defaultdict(list)
     scales: dict[str, list[Entry]] = defaultdict(list)
     for name, entry in contents.weights.items():
@@ -140,7 +140,7 @@ def _once(values: Iterable[Any]) -> tuple[Any, ...]:
 def grid_of(name: str, shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...] | None:
     """Return the shape of the scales of a weight [N, K] or [E, N, K]; None for other shapes.
 
-    name: it is canonical; gate and up in one tensor have whole blocks each.
+    name: canonical; gate and up in one tensor have whole blocks each.
     """
     if len(shape) not in (2, 3):
         return None
@@ -151,16 +151,16 @@ def grid_of(name: str, shape: tuple[int, ...], block: tuple[int, int]) -> tuple[
 
 
 def is_ambiguous(name: str, shape: tuple[int, ...], block: tuple[int, int]) -> bool:
-    """Whether the scales of gate and up in one tensor do not tell how they are cut.
+    """Whether the scales of gate and up in one tensor fit two cuts into blocks.
 
-    They are then as many as for one tensor of all rows, of which one block holds rows of both.
+    There are then as many as for a cut of all rows, in which one block has rows of both.
     """
     is_fused = name.endswith(_FUSED_GATE_UP) and len(shape) == 3
     return is_fused and (shape[1] % 2 == 1 or has_ambiguous_blocks(shape[1] // 2, block[0]))
 
 
 def readings_of(name: str, shape: tuple[int, ...], grid: tuple[int, ...]) -> Iterator[str]:
-    """Yield what the scales of a weight can be if the expected blocks do not fit, likeliest first.
+    """Yield the kinds of scales that fit a weight's shape and grid, likeliest first.
 
     Squares come before other blocks.
     """

@@ -1,11 +1,11 @@
-"""Tell the family of a checkpoint and the sizes of its model by config.json and by its keys."""
+"""Infer the family of a checkpoint and the sizes of its model from config.json and its keys."""
 
 import re
 from dataclasses import dataclass
 
 from ...layers.router import TOP_K_NAMES
 from ..errors import printable
-from ..files.config import block_sizes, layer_of, told
+from ..files.config import block_sizes, layer_of, number_in
 from .contents import Contents
 from .missing import num_experts_of
 
@@ -21,11 +21,11 @@ _DOWN = re.compile(r"\.experts\.(?:\d+\.down_proj\.weight|down_proj)$")
 
 @dataclass(frozen=True)
 class Family:
-    """A number is None if nothing tells it.
+    """The family and sizes of a model. A number is None if it is unknown.
 
-    model_type, architectures, hidden_size, top_k: as in config.json. naming: how tensors are
-    called. intermediate_size: I of dense layers; moe_intermediate_size: I of experts.
-    quantization: what config.json says of it, in words.
+    model_type, architectures, hidden_size, top_k: as in config.json. naming: of its
+    tensors. intermediate_size: I of dense layers; moe_intermediate_size: I of experts.
+    quantization: a summary of its entry in config.json.
     """
 
     model_type: str | None
@@ -41,7 +41,7 @@ class Family:
 
 
 def family_of(contents: Contents) -> Family:
-    """Take what config.json does not tell from the names and shapes of tensors."""
+    """Read config.json, and infer what it lacks from the names and shapes of tensors."""
     config, keys = contents.config, contents.scan.source.entries
     model_type, architectures = config.get("model_type"), config.get("architectures")
     named = architectures[:_MAX_NAMES] if isinstance(architectures, list) else []
@@ -52,12 +52,12 @@ def family_of(contents: Contents) -> Family:
         printable(model_type, _MAX_NAME) if isinstance(model_type, str) else None,
         tuple(printable(str(name), _MAX_NAME) for name in named),
         tuple(name for name, pattern in _NAMINGS.items() if any(map(pattern.search, keys))),
-        told(config, ["num_hidden_layers"]) or (max(layers) + 1 if layers else None),
+        number_in(config, ["num_hidden_layers"]) or (max(layers) + 1 if layers else None),
         num_experts_of(contents),
-        told(config, ["hidden_size"]) or hidden_size,
-        told(config, ["intermediate_size"]),
-        told(config, ["moe_intermediate_size"]) or moe_size,
-        told(config, TOP_K_NAMES),
+        number_in(config, ["hidden_size"]) or hidden_size,
+        number_in(config, ["intermediate_size"]),
+        number_in(config, ["moe_intermediate_size"]) or moe_size,
+        number_in(config, TOP_K_NAMES),
         _quantization(contents),
     )
 

@@ -1,6 +1,6 @@
-"""What a checkpoint stores in FP8, by its scales, never by lists in its config.
+"""Find what a checkpoint stores in FP8, by its scales, never by lists in its config.
 
-Modules are named, or made of the same sizes without weights, from headers alone.
+Only headers are read; modules are listed by name, or made in the same sizes without weights.
 """
 
 import os
@@ -15,7 +15,7 @@ from ...layers.conversion.stacks import stacks_of
 from ...layers.moe import SharedExperts
 from ...layers.router import TOP_K_NAMES
 from ..errors import CheckpointError
-from ..files.config import is_leftover, text_config, told
+from ..files.config import is_leftover, number_in, text_config
 from ..files.header import FP8, TORCH_DTYPES, Entry
 from ..files.names import Rename, canonical, renamed, split_expert, weight_of_scale
 from ..files.source import Source, disagreement, kept_entries, open_source
@@ -46,7 +46,7 @@ def fp8_modules_of(
     ignore: Iterable[str] = (),
     rename: Rename | None = None,
 ) -> list[str]:
-    """List the modules as `fp8_modules` does, of a checkpoint that is open."""
+    """Do the work of `fp8_modules` for a checkpoint that is open."""
     weights = _scaled_weights(source, ignore, rename)
     if model is None:
         experts = ((name, split_expert(name)) for name in weights.values())
@@ -63,7 +63,7 @@ def fp8_modules_of(
 
 
 def _experts_to_be(model: nn.Module, weight: str) -> str | None:
-    """Return the experts whose weights `convert` will give this name; they have others now."""
+    """Return the experts whose weights have another name now, and this one after `convert`."""
     name, _, leaf = weight.rpartition(".")
     module = dict(model.named_modules()).get(name)
     if module is None or leaf not in GroupedExperts.fp8_names:
@@ -74,7 +74,7 @@ def _experts_to_be(model: nn.Module, weight: str) -> str | None:
 def _scaled_weights(
     source: Source, ignore: Iterable[str] = (), rename: Rename | None = None
 ) -> dict[str, str]:
-    """Return checkpoint key -> model name for every weight beside which there is a scale."""
+    """Return checkpoint key -> model name for every weight that has a scale."""
     names = {
         renamed(key, rename): key
         for key in kept_entries(source, ignore)
@@ -87,7 +87,7 @@ def _scaled_weights(
 class Layers(nn.ModuleList):
     """One module of each class and size, on the meta device.
 
-    names: what the checkpoint calls the first one of each.
+    names: the checkpoint's key for the first one of each.
     """
 
     def __init__(self, modules: Mapping[nn.Module, str], top_k: int | None) -> None:
@@ -100,7 +100,7 @@ def fp8_layers(path: str | os.PathLike[str], top_k: int | None = None) -> Layers
     """Make one module of each class and size in FP8; only headers and config.json are read.
 
     path: as in load_checkpoint. top_k: experts of a token; None: as config.json says.
-    There are routers if top_k is known. Raises CheckpointError, naming keys; ValueError for a top_k
+    Routers are made if top_k is known. Raises CheckpointError, naming keys; ValueError for a top_k
     that is not 1 to the number of experts.
     """
     source = open_source(path)
@@ -113,14 +113,14 @@ def fp8_layers(path: str | os.PathLike[str], top_k: int | None = None) -> Layers
             f"{path}: no {FP8} weight has scales, so there is nothing in FP8; "
             "`python -m moefp8 quantize` makes an FP8 checkpoint of one in 16 bits"
         )
-    found: dict[tuple[Any, ...], Entry] = {}
+    layers: dict[tuple[Any, ...], Entry] = {}
     for kind, sizes, bias, entry in _layers(source, names):
-        found.setdefault((kind, sizes, bias), entry)
-    experts = {sizes: entry for (kind, sizes, _), entry in found.items() if kind is GroupedExperts}
+        layers.setdefault((kind, sizes, bias), entry)
+    experts = {sizes: entry for (kind, sizes, _), entry in layers.items() if kind is GroupedExperts}
     _check_top_k(top_k, experts)
-    top_k = told(source.config, TOP_K_NAMES) if top_k is None else top_k
+    top_k = number_in(source.config, TOP_K_NAMES) if top_k is None else top_k
     modules: dict[nn.Module, str] = {}
-    for (kind, sizes, bias), entry in found.items():
+    for (kind, sizes, bias), entry in layers.items():
         options: dict[str, Any] = {"bias": bias is not None} if kind is FP8Linear else {}
         options |= {} if bias is None else {"dtype": TORCH_DTYPES[bias]}
         modules[_made(entry, kind, *sizes, **options)] = entry.key
@@ -136,8 +136,8 @@ def _layers(
 ) -> Iterator[tuple[type[nn.Module], tuple[int, ...], str | None, Entry]]:
     """Yield (class, sizes as it takes them, dtype of the bias, weight) for every layer.
 
-    Sizes are (K, N) of linears, (H, I) of shared experts, (E, H, I) of routed ones, which are one
-    by one or fused; the weight of experts is one of their down projections.
+    Sizes are (K, N) of linears, (H, I) of shared experts, (E, H, I) of routed ones, stored one by
+    one or fused; the weight of experts is one of their down projections.
     """
     numbers: dict[str, int] = defaultdict(int)
     downs: dict[str, Entry] = {}
@@ -187,8 +187,8 @@ def _made(entry: Entry, kind: type[nn.Module], *sizes: int, **options: Any) -> n
 def _scoring(source: Source) -> str:
     """Return "sigmoid" if a bias corrects the scores of routers, or config.json says so."""
     corrected = any(key.endswith("e_score_correction_bias") for key in source.entries)
-    told = text_config(source.config).get("scoring_func") == "sigmoid"
-    return "sigmoid" if corrected or told else "softmax"
+    is_sigmoid = text_config(source.config).get("scoring_func") == "sigmoid"
+    return "sigmoid" if corrected or is_sigmoid else "softmax"
 
 
 def _matrix(entry: Entry) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Find what a load refuses, or what is worth knowing, in headers and config.json."""
+"""Check headers and config.json for what a load refuses, and what a user should know."""
 
 import re
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ Faults = Iterator[tuple[Entry, str, str]]  # tensor, the rule that it breaks, an
 def check_headers(contents: Contents) -> Iterator[Anomaly]:
     """Check everything that needs no tensor's bytes.
 
-    In another format, which is told first, dtypes and scales are not as FP8 has them.
+    Another format is reported first; its dtypes and scales are then not checked by FP8's rules.
     """
     formats = [*_config(contents)]
     yield from formats
@@ -104,7 +104,7 @@ def _config(contents: Contents) -> Iterator[Anomaly]:
 
 
 def _lists(contents: Contents) -> Iterator[Anomaly]:
-    """Compare config.json's lists of what is not quantized, which drift; loaders go by scales."""
+    """Check config.json's lists of modules that are not quantized; loaders go by scales."""
     lists = [contents.quantization.get(name) for name in ("modules_to_not_convert", "ignore")]
     names = [x for some in lists if isinstance(some, list) for x in some if isinstance(x, str)]
     listed = Modules(names)

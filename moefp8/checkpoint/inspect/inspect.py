@@ -1,4 +1,4 @@
-"""Tell what a checkpoint holds and what is wrong with it, without a model."""
+"""List what a checkpoint holds and what is wrong with it, without a model."""
 
 import math
 import os
@@ -34,9 +34,9 @@ class Amount:
 
 @dataclass(frozen=True)
 class Inspection:
-    """path: what the user gave; dtypes, files, left_out: what there is of each.
+    """path: the user's; dtypes, files: the tensors of each, summed up.
 
-    left_out: what a load leaves out by itself, such as MTP layers; kinds hold all else.
+    left_out: tensors that a load leaves out by itself, such as MTP layers; kinds have all others.
     anomalies: errors first.
     """
 
@@ -50,22 +50,22 @@ class Inspection:
 
     @property
     def is_fp8(self) -> bool:
-        """Whether a load takes weights in FP8; codes without scales are an error besides."""
+        """Whether there are weights in FP8; without scales they are also an error."""
         weights = (kind for kind in self.kinds if weight_of_scale(kind.name) is None)
         return any(FP8 in kind.dtypes for kind in weights)
 
     @property
     def is_loadable(self) -> bool:
-        """Whether nothing was found that load_checkpoint refuses in a model that fits."""
+        """Whether load_checkpoint would accept it for a model that fits."""
         return all(anomaly.severity != "error" for anomaly in self.anomalies)
 
 
 def inspect_checkpoint(
     path: str | os.PathLike[str], *, weights: bool = False, progress: bool | None = None
 ) -> Inspection:
-    """Read headers, config.json and all scales; go on with what is whole if something is broken.
+    """Read headers, config.json and all scales; if something is broken, inspect the rest.
 
-    Codes of experts are read where nothing else tells how gate and up were cut into blocks.
+    Codes of experts are read where nothing else shows how gate and up were cut into blocks.
     path: as in load_checkpoint. weights: read all FP8 weights too, and look for NaN.
     progress: show a bar on stderr for weights; None means if it is a terminal.
     Raises CheckpointError if there is nothing at path that could be a checkpoint.
@@ -103,7 +103,7 @@ def _layer_name(key: str) -> str:
 
 
 def _check_cuts(contents: Contents) -> Iterator[Anomaly]:
-    """Find stacks of gate and up whose cut follows neither from config.json, shapes nor codes."""
+    """Find stacks of gate and up whose cut follows from neither config.json, shapes nor codes."""
     if says_separate(contents.config):
         return
     block = contents.block()
@@ -113,7 +113,7 @@ def _check_cuts(contents: Contents) -> Iterator[Anomaly]:
             continue
         if grid_of(name, weight.shape, block) != scale.shape:
             continue  # `check_headers` reports it
-        with suppress(CheckpointError), ExitStack() as stack:  # other checks tell what is broken
+        with suppress(CheckpointError), ExitStack() as stack:  # other checks report what is broken
             files = open_files(stack, [weight], contents.scan.source.shards)
             if weight.shape[1] % 2 == 0 and are_separate(weight, files[weight.file]):
                 continue
@@ -126,7 +126,7 @@ def _check_cuts(contents: Contents) -> Iterator[Anomaly]:
 def _check_values(contents: Contents, weights: bool, progress: bool | None) -> Iterator[Anomaly]:
     scales = [entry for entry in contents.scales.values() if entry.dtype in SCALE_DTYPES]
     tests = dict(SCALE_TESTS)
-    if contents.quantization.get("scale_fmt") != "ue8m0":  # DeepSeek-V3.1 tells this, and breaks it
+    if contents.quantization.get("scale_fmt") != "ue8m0":  # DeepSeek-V3.1 says this, and breaks it
         del tests["no power of two"]
     yield from _check(contents, "scales", scales, tests, None)
     if weights:
@@ -145,10 +145,10 @@ def _check(
 ) -> Iterator[Anomaly]:
     """Check file by file, so that a file that cannot be read hides nothing of the others.
 
-    An anomaly is yielded for each tensor of a kind of which one is at fault: when they are folded,
+    If one tensor of a kind is at fault, each of that kind yields an anomaly: when these are folded,
     of_values counts the whole kind.
     """
-    found: Counts = {name: Counter() for name in tests}
+    totals: Counts = {name: Counter() for name in tests}
     by_file: dict[Path, list[Entry]] = defaultdict(list)
     for entry in entries:
         by_file[entry.file].append(entry)
@@ -161,9 +161,9 @@ def _check(
             yield Anomaly("error", "the file is broken", str(file), (str(problem),))
             continue
         for name in tests:
-            found[name].update(counts[name])
+            totals[name].update(counts[name])
     kinds = {entry: (folded(entry.key), entry.key in contents.left_out) for entry in entries}
-    for name, faults in found.items():
+    for name, faults in totals.items():
         at_fault = {kinds[entry] for entry in faults}
         for entry in (entry for entry in entries if kinds[entry] in at_fault):
             kind, is_left_out = kinds[entry]

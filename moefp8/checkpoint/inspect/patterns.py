@@ -1,4 +1,4 @@
-"""Match lists of module names that a config.json brings, `re:...` among them, in short time."""
+"""Match the module names and `re:...` patterns of a config.json, in bounded time."""
 
 import re
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ class Modules:
     """names: whole names, or parts of names between dots; compressed-tensors has `re:...` too."""
 
     def __init__(self, names: Iterable[str]) -> None:
-        self.bad: dict[str, str] = {}  # `re:...` -> why it is not looked for
+        self.bad: dict[str, str] = {}  # `re:...` -> why it is not matched
         self._names: set[str] = set()
         self._patterns: list[re.Pattern[str]] = []
         self._deadline = Deadline()

@@ -23,11 +23,11 @@ class Copy:
 
 @dataclass
 class Assignment:
-    """copies: what is to be read here; twins: pairs of entries for one tied tensor, to be compared.
+    """copies: to be read on this rank; twins: pairs of entries for one tied tensor, to be compared.
 
     ignored: keys left out; names: model key -> checkpoint key, where they differ or are fused;
     widened: 16-bit correction biases that the checkpoint holds in FP32. unsure: stacks of gate and
-    up whose codes must tell how they are cut, and what is wrong if they do not.
+    up whose codes must show how they are cut, and the problem if they do not.
     """
 
     copies: list[Copy] = field(default_factory=list)
@@ -38,7 +38,7 @@ class Assignment:
     unsure: list[tuple[Entry, str]] = field(default_factory=list)
 
     def entries(self) -> list[Entry]:
-        """All that is read."""
+        """All entries that are read."""
         twins = [entry for twin in self.twins for entry in twin]
         return [*(copy.entry for copy in self.copies), *twins, *(x for x, _ in self.unsure)]
 
@@ -46,7 +46,7 @@ class Assignment:
 def assign(
     source: Source, inventory: Inventory, ignore: Iterable[str], rename: Rename | None
 ) -> Assignment:
-    """Assign all keys but ignore to a whole model. Raises CheckpointError listing what misfits."""
+    """Assign all keys but ignore to a whole model. Raises CheckpointError, listing misfits."""
     kept = kept_entries(source, ignore)
     assignment = _Matcher(source, inventory, rename).match(kept, "; the model is unchanged")
     left_out = [key for key in source.entries if key not in kept]
@@ -57,13 +57,13 @@ def assign(
 def assign_fp8(source: Source, inventory: Inventory, rename: Rename | None) -> Assignment:
     """Assign the model's FP8 weights and scales alone. Raises CheckpointError if one has no key.
 
-    Keys for which the model has no place are not looked at.
+    Keys for which the model has no place are skipped.
     """
     return _Matcher(source, inventory, rename, only_fp8=True).match(source.entries, "")
 
 
 class _Matcher:
-    """It fills an assignment and collects problems. taken: part -> the entry that fills it."""
+    """Fills an assignment and collects problems. taken: part -> the entry that fills it."""
 
     def __init__(
         self, source: Source, inventory: Inventory, rename: Rename | None, only_fp8: bool = False
@@ -74,7 +74,7 @@ class _Matcher:
         self.assignment = Assignment()
         self.problems = [] if only_fp8 else list(inventory.problems)
         self.taken: dict[str, Entry] = {}
-        self.fp8: set[str] = set()  # canonical names of what is stored as FP8
+        self.fp8: set[str] = set()  # canonical names of weights stored in FP8
 
     def match(self, entries: dict[str, Entry], outcome: str) -> Assignment:
         """Raise CheckpointError unless all fits; the headline ends with outcome."""
@@ -101,22 +101,22 @@ class _Matcher:
             return
         elif is_leftover(self.source.config, entry.key):
             self.assignment.ignored.append(entry.key)
-        elif not self._told_at_weight(name):
+        elif not self._is_reported_at_weight(name):
             extra = "extra, the model has no place for it; ignore= it if that is intended"
             self.problems.append(f"{entry}: {expert_problem(name, self.inventory) or extra}")
 
     def _is_left_out(self, slot: Slot) -> bool:
-        """Whether it is the scale of a master weight, and FP8 modules alone are looked at."""
+        """Whether slot is the scale of a master weight, and only FP8 modules are assigned."""
         return self.only_fp8 and not slot.owner.places
 
     def _check_missing(self) -> None:
         unscaled: dict[Entry, str] = {}
         for part in self.inventory.scale_parts:
-            of_weight, scale = self.taken.get(part.removesuffix(SCALE_SUFFIX)), self.taken.get(part)
-            if of_weight is not None and of_weight.dtype == FP8 and scale is None:
-                unscaled.setdefault(of_weight, part)
-            elif of_weight is not None and of_weight.dtype != FP8 and scale is not None:
-                self.problems.append(f"{scale}: extra, the scale of {of_weight}, which is not FP8")
+            master, scale = self.taken.get(part.removesuffix(SCALE_SUFFIX)), self.taken.get(part)
+            if master is not None and master.dtype == FP8 and scale is None:
+                unscaled.setdefault(master, part)
+            elif master is not None and master.dtype != FP8 and scale is not None:
+                self.problems.append(f"{scale}: extra, the scale of {master}, which is not FP8")
         for part, slot in self.inventory.parts.items():
             if part in self.taken or slot.role not in self.roles:
                 continue
@@ -129,7 +129,7 @@ class _Matcher:
         self.problems += [
             f"{entry}: an FP8 weight without its scale: {part} is missing"
             for entry, part in unscaled.items()
-            if entry.dtype == FP8  # others were told that their dtype does not fit
+            if entry.dtype == FP8  # others are reported for their dtype
         ]
 
     def _fill(self, entry: Entry, slot: Slot) -> None:
@@ -159,7 +159,7 @@ class _Matcher:
         return is_tied and (entry.dtype, entry.shape) == (other.dtype, other.shape)
 
     def _check_cuts(self) -> None:
-        """Find stacks of gate and up whose scales fit two cuts, unless config.json names one."""
+        """Find stacks of gate and up whose scales fit two cuts, unless config.json states one."""
         if says_separate(self.source.config):
             return
         for slot in (*self.inventory.slots.values(), *self.inventory.scales.values()):
@@ -181,8 +181,8 @@ class _Matcher:
             elif weight is not None:
                 self.problems.append(problem)
 
-    def _told_at_weight(self, name: str) -> bool:
-        """Whether name scales an FP8 weight whose slot takes no FP8, which is told there."""
+    def _is_reported_at_weight(self, name: str) -> bool:
+        """Whether name is the scale of an FP8 weight that is reported, as its slot takes no FP8."""
         weight = weight_of_scale(name)
         slot = self.inventory.find(weight) if weight and canonical(weight) in self.fp8 else None
         return slot is not None and slot.role is Role.PLAIN and slot.owner.tensor.dtype != E4M3

@@ -31,7 +31,7 @@ _UNCHANGED = "the model is unchanged"
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What one load did. ignored: the keys of the checkpoint that were left out."""
+    """The result of one load. ignored: the keys of the checkpoint that were left out."""
 
     num_tensors: int
     num_bytes: int
@@ -52,7 +52,7 @@ def load_checkpoint(
 
     1. Read the headers of all shards. 2. Match them to the model; every place must have its key,
     and every key its place, but for MTP layers and rotary tables. 3. Read the scales, 1/4096 of the
-    bytes: all must be finite; and codes, where these alone tell how gate and up were cut into
+    bytes: all must be finite; and codes, where only these show how gate and up were cut into
     blocks. 4. Materialise what is on meta. 5. Read, each byte once.
 
     A tensor of another float dtype is cast to the model's, except that scales are upcast to FP32
@@ -141,7 +141,7 @@ def _materialise(assignment: Assignment, device: torch.device) -> None:
 
 
 def _read(copies: list[Copy], files: Files, progress: bool | None) -> int:
-    """Fill every slot; return how many bytes. Raises CheckpointError naming key and file."""
+    """Fill every slot; return the bytes read. Raises CheckpointError naming key and file."""
     copies = sorted(copies, key=lambda copy: (str(copy.entry.file), copy.entry.begin))
     scales = [task for copy in copies if not copy.slot.owner.places for task in tasks_of(copy)]
     others = [task for copy in copies if copy.slot.owner.places for task in tasks_of(copy)]
@@ -149,7 +149,7 @@ def _read(copies: list[Copy], files: Files, progress: bool | None) -> int:
     _prepare(copies)
     try:
         with Progress("loading", total, "GiB", 2**30, progress) as bar:
-            for tasks in filter(None, (scales, others)):  # the scales that others are read with
+            for tasks in filter(None, (scales, others)):  # others need the scales
                 run_all(tasks, partial(_work, files, bar), _NUM_THREADS, "moefp8-load")
     finally:
         _tell_autograd(copies)
@@ -157,7 +157,7 @@ def _read(copies: list[Copy], files: Files, progress: bool | None) -> int:
 
 
 def _tell_autograd(copies: list[Copy]) -> None:
-    """Count versions up, since files are read into memory that autograd does not watch."""
+    """Count versions up, since autograd does not see reads from files into memory."""
     written = {copy.slot.owner: copy.slot.owner.tensor for copy in copies}
     watched = [x for x in written.values() if not x.is_inference() and not x.is_meta]
     torch.autograd.graph.increment_version(watched)

@@ -1,11 +1,11 @@
-"""Cut copies into tasks, and read them; a task is what one thread reads at once, and where it goes.
+"""Cut copies into tasks, and read them; a task is one read of one thread, and its target.
 
 A sharded model takes boxes of stored tensors. Rows are one run of bytes; columns are short runs
-with gaps, which are read too where they are small (docs/design/checkpoint.md has the times).
+with gaps, and small gaps are read too (docs/design/checkpoint.md has the times).
 
 Bytes reach a GPU by copies on a stream of the thread's own, from two pinned buffers in turns: the
-next is read while the last is copied. What has gaps or another dtype is read into plain memory
-first, and packed, cast or dequantized by the CPU.
+next is read while the last is copied. Values with gaps or another dtype are read into plain memory
+first, where the CPU packs, casts or dequantizes them.
 """
 
 from collections import deque
@@ -31,9 +31,9 @@ _NUM_BUFFERS = 2
 class Task:
     """Fill `target` with values of an entry.
 
-    source: a meta tensor, part of one like the whole entry, that tells where the values lie.
-    scales: what FP8 values are multiplied with; scale_at: for each axis of scales, a tensor like
-    target that tells where they lie.
+    source: a view of a meta tensor like the whole entry; its offset and strides locate the values.
+    scales: the factors of FP8 values; scale_at: for each axis of scales, a tensor like target of
+    indices into it.
     """
 
     entry: Entry
@@ -53,28 +53,28 @@ class Task:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the target takes the bytes as they come."""
+        """Whether the target takes the bytes as they are stored."""
         are_contiguous = self.source.is_contiguous() and self.target.is_contiguous()
         return are_contiguous and self.source.dtype == self.target.dtype
 
     def values_of(self, stored: torch.Tensor) -> torch.Tensor:
-        """What the target takes of what was read: FP8 codes in FP32 times their scales."""
+        """The values to write, from those read: FP8 codes become FP32, times their scales."""
         if self.scales is None:
             return stored
-        *of_rows, in_columns = self.scale_at
-        rows = self.scales[tuple(x.select(-1, 0) for x in of_rows)]
-        columns = in_columns[(0,) * (in_columns.ndim - 1)]
+        *row_indices, column_indices = self.scale_at
+        rows = self.scales[tuple(x.select(-1, 0) for x in row_indices)]
+        columns = column_indices[(0,) * (column_indices.ndim - 1)]
         return stored.float().mul_(rows.index_select(-1, columns))
 
     def split(self, step: int, axis: int) -> "Iterator[Task]":
-        """Cut it along an axis."""
+        """Cut the task along an axis, in steps."""
         cut = [x.split(step, axis) for x in (self.source, self.target, *self.scale_at)]
         for source, target, *scale_at in zip(*cut, strict=True):
             yield replace(self, source=source, target=target, scale_at=tuple(scale_at))
 
 
 def tasks_of(copy: Copy) -> Iterator[Task]:
-    """Yield all that is to be read for a copy; no two tasks fill the same bytes."""
+    """Yield the tasks of a copy; no two tasks fill the same bytes."""
     entry, owner = copy.entry, copy.slot.owner
     tensor = owner.tensor.detach()
     stored = torch.empty(entry.shape, dtype=TORCH_DTYPES[entry.dtype], device="meta")
@@ -89,7 +89,7 @@ def tasks_of(copy: Copy) -> Iterator[Task]:
 
 
 def _along_axes(indices: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Each index, one for each entry of its axis, in the shape of all; no memory is taken."""
+    """Expand each axis's indices to the shape of all axes, which takes no memory."""
     shape, last = [len(x) for x in indices], len(indices) - 1
     return [x.view(-1, *[1] * (last - axis)).expand(shape) for axis, x in enumerate(indices)]
 
@@ -104,7 +104,7 @@ def _split(task: Task, limit: int) -> Iterator[Task]:
     pitch = source.stride(axis) * source.itemsize
     gap = pitch - num_spanned_bytes(source.select(axis, 0))
     step = 1 if gap >= _GAP_BYTES else max(limit // pitch, 1)
-    if step >= source.shape[axis]:  # gaps along the axes behind are smaller
+    if step >= source.shape[axis]:  # gaps along later axes are smaller
         yield task
         return
     for part in task.split(step, axis):
@@ -112,14 +112,14 @@ def _split(task: Task, limit: int) -> Iterator[Task]:
 
 
 class CudaQueue:
-    """It copies to a GPU, whose device has an index, while the caller goes on."""
+    """Copies to a GPU while the caller goes on. device: it has an index."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
 
     def buffer(self, num_bytes: int) -> torch.Tensor:
         """Return pinned uint8 [num_bytes] that copies may read from."""
-        with torch.cuda.stream(self._stream):  # else device 0 would be given a context
+        with torch.cuda.stream(self._stream):  # else device 0 would get a context
             return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> Callable[[], None]:
@@ -140,9 +140,9 @@ def _cuda_queue(device: torch.device) -> CudaQueue | None:
 
 
 class Staging(ExitStack):
-    """What one thread reads tasks with. When it ends, also by an error, all copies are over.
+    """The buffers and queues of one thread that reads tasks. At its end all copies are over.
 
-    new_queue: it makes the queue of a device, or None where the CPU writes there itself.
+    new_queue: makes the queue of a device; None if the CPU itself writes there.
     """
 
     def __init__(self, new_queue: Callable[[torch.device], CudaQueue | None] = _cuda_queue) -> None:
@@ -168,7 +168,7 @@ class Staging(ExitStack):
             task.target.copy_(task.values_of(self._read(task, file)))
 
     def _read(self, task: Task, file: int) -> torch.Tensor:
-        """Return the values of a task, in plain memory that the next one takes over."""
+        """Return the values of a task, in plain memory that the next task overwrites."""
         if self._plain.numel() < task.num_bytes:  # a plain task has more than STAGED_BYTES
             self._plain = torch.empty(max(STAGED_BYTES, task.num_bytes), dtype=torch.uint8)
         values = self._plain[: task.num_bytes].view(task.source.dtype)
@@ -176,7 +176,7 @@ class Staging(ExitStack):
         return values.as_strided(task.source.shape, task.source.stride())
 
     def _send(self, task: Task, file: int, queue: CudaQueue) -> None:
-        """Copy through the buffer that was lent longest ago, once the copy from it is over."""
+        """Copy through the buffer that was lent first, after the copy from it is over."""
         if len(self._lent) < _NUM_BUFFERS:
             buffer = queue.buffer(DIRECT_BYTES)
         else:

@@ -1,4 +1,4 @@
-"""Whether a tensor fits a place of a model, by dtype, shape and name, and what errors say."""
+"""Check whether a tensor fits a place of a model, by dtype, shape and name, or say why not."""
 
 from typing import Protocol
 
@@ -14,7 +14,7 @@ _WAY_OUT = "convert(model, only=fp8_modules(path, model=model)) before loading"
 
 
 class Entry(Protocol):
-    """What is known of a tensor, in a file or not; its str says where it is."""
+    """A tensor's name, dtype and shape, in a file or not; its str says where it is."""
 
     @property
     def key(self) -> str: ...
@@ -33,7 +33,7 @@ def misfit(entry: Entry, slot: Slot, inventory: Inventory) -> str | None:
 
 
 def shape_problem(entry: Entry, slot: Slot, inventory: Inventory) -> str | None:
-    """Say why the shape cannot be that of slot."""
+    """Say why the shape of entry does not fit slot."""
     rule = f"shape must be {list(slot.shape)}, got {list(entry.shape)}"
     is_cut = slot.role is Role.SCALE and slot.weight_name.endswith("gate_up_proj")
     num_rows = inventory.slots[slot.weight_name].shape[1] if is_cut else 0
@@ -78,7 +78,7 @@ def widens(entry: Entry, slot: Slot) -> bool:
 
 
 def expert_problem(key: str, inventory: Inventory) -> str | None:
-    """Say so if key is of an expert that the model would have if it had more of them."""
+    """Say so if the number of the expert in key is too large for the model."""
     expert = split_expert(canonical(key))
     num_experts = inventory.experts.get(expert[0]) if expert else None
     if expert and num_experts is not None and expert[1] >= num_experts:

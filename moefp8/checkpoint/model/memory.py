@@ -1,4 +1,4 @@
-"""Find tensors of a model that share memory: what is read into one would change another."""
+"""Find tensors of a model that share memory: a read into one would change another."""
 
 from collections.abc import Iterable, Iterator
 
@@ -12,14 +12,14 @@ Named = tuple[str, torch.Tensor]
 
 def memory_problems(named: Iterable[Named]) -> Iterator[str]:
     """Yield a sentence for each tensor that is expanded or shares elements; tied ones come once."""
-    found = [pair for pair in named if _has_memory(pair[1])]
-    for name, tensor in found:
+    stored = [pair for pair in named if _has_memory(pair[1])]
+    for name, tensor in stored:
         if is_expanded(tensor):
             yield (
                 f"{name}: several of its elements are one place in memory, as expand makes it; "
                 "give it memory of its own by .clone()"
             )
-    for (first, _), (second, _) in _meeting(found):
+    for (first, _), (second, _) in _overlapping(stored):
         yield (
             f"{second}: shares memory with {first}, which has another key; make both the same "
             "Parameter, which ties them, or give each memory of its own by .clone()"
@@ -32,17 +32,17 @@ def _has_memory(tensor: torch.Tensor) -> bool:
     return not tensor.is_meta and tensor.numel() > 0
 
 
-def _meeting(found: list[Named]) -> Iterator[tuple[Named, Named]]:
+def _overlapping(stored: list[Named]) -> Iterator[tuple[Named, Named]]:
     """Yield pairs that have elements in common, in the order of addresses, device by device."""
-    open_spans: list[Named] = []  # tensors that end behind the beginning of the next one
-    for name, tensor in sorted(found, key=lambda pair: (str(pair[1].device), pair[1].data_ptr())):
+    open_spans: list[Named] = []  # tensors that end after the next one begins
+    for name, tensor in sorted(stored, key=lambda pair: (str(pair[1].device), pair[1].data_ptr())):
         open_spans = [pair for pair in open_spans if _reaches(pair[1], tensor)]
         yield from ((pair, (name, tensor)) for pair in open_spans if _meet(pair[1], tensor))
         open_spans.append((name, tensor))
 
 
 def _reaches(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Whether first, which does not begin later, ends behind the begin of second."""
+    """Whether first, which does not begin later, ends after second begins."""
     distance = second.data_ptr() - first.data_ptr()
     return first.device == second.device and num_spanned_bytes(first) > distance
 
@@ -54,7 +54,7 @@ def num_spanned_bytes(tensor: torch.Tensor) -> int:
 
 
 def _meet(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Whether first, which begins first, and second, whose span meets its own, share an element."""
+    """Whether two tensors with overlapping spans, of which first begins first, share an element."""
     distance, rest = divmod(second.data_ptr() - first.data_ptr(), first.itemsize)
     is_simple = first.is_contiguous() and second.is_contiguous()
     if is_simple or rest or first.itemsize != second.itemsize:

@@ -1,6 +1,6 @@
-"""What a model remembers of its checkpoint, so that saving gives the same keys and config back.
+"""The keys and config of the checkpoint that a model was loaded from, for the next save.
 
-It is a plain dict on the root module: deepcopy and pickle keep it.
+The record is a plain dict on the root module: deepcopy and pickle keep it.
 """
 
 from dataclasses import dataclass

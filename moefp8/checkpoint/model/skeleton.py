@@ -42,7 +42,7 @@ class Skeleton:
 
     @cached_property
     def rename(self) -> Rename:
-        """Map key -> name by what only renames: a key that is converted keeps a name of its own."""
+        """Map key -> name by renamings alone: a key that is converted keeps a name of its own."""
         return renaming(self.model, self.conversions, self.inventory)
 
     def conversion_of(self, key: str) -> tuple[str, Any, str] | None:
@@ -56,32 +56,32 @@ class Skeleton:
         return None
 
     def is_merged(self, key: str, name: str) -> bool:
-        """Whether a loader stacks the weight of one expert that has this key into that of name."""
-        found = self.conversion_of(key)
-        return found is not None and found[0] == name and "MergeModulelist" in names_of(found[1])
+        """Whether a loader stacks the expert's weight of this key into the weight of this name."""
+        match = self.conversion_of(key)
+        return match is not None and match[0] == name and "MergeModulelist" in names_of(match[1])
 
-    def is_found(self, key: str, name: str) -> bool:
-        """Whether a loader takes a weight of this key, and its scales, for those of name."""
+    def is_loaded_as(self, key: str, name: str) -> bool:
+        """Whether a loader puts a weight of this key, and its scales, under this name."""
         scale = scale_of_weight(key)
         return self.rename(key) == name and self.rename(scale) == scale_of_weight(name)
 
     def spelled(self, names: Collection[str], keys: Iterable[str]) -> dict[str, str] | None:
-        """Return name of a weight -> how the checkpoint of these keys would spell it.
+        """Return name of a weight -> its key in the checkpoint of these keys.
 
-        That is with the checkpoint's prefix if loaders then find weights and scales, else as in the
-        model; None if they find neither, since some renamings miss scales.
+        A key has the checkpoint's prefix if loaders then find weights and scales, else the model's
+        spelling; None if loaders find neither, since some renamings miss scales.
         """
-        found = list(map(self._prefixes, keys))
+        prefixes = list(map(self._prefixes, keys))
         base = f"{self.model.base_model_prefix}."  # rename adds it to no key that is converted
-        found += [(prefix, base + theirs) for prefix, theirs in found]
-        for prefix, theirs in dict.fromkeys([*found, ("", "")]):
+        prefixes += [(prefix, base + theirs) for prefix, theirs in prefixes]
+        for prefix, theirs in dict.fromkeys([*prefixes, ("", "")]):
             made = {x: prefix + x.removeprefix(theirs) for x in names if x.startswith(theirs)}
-            if all(name in made and self.is_found(made[name], name) for name in names):
+            if all(name in made and self.is_loaded_as(made[name], name) for name in names):
                 return made
         return None
 
     def _prefixes(self, key: str) -> tuple[str, str]:
-        """Return what key begins with in the checkpoint and in the model; the rest is the same."""
+        """Return the prefixes of key in the checkpoint and in the model; the rest is the same."""
         name = self.rename(key)
         pairs = zip(reversed(key), reversed(name), strict=False)
         num_same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
@@ -91,14 +91,14 @@ class Skeleton:
 def skeleton_of(config: Mapping[str, Any], num_tensors: int = 0) -> Skeleton | str:
     """Build the skeleton of a config.json, or say why transformers cannot build it.
 
-    num_tensors: the checkpoint has so many. A model that cannot belong to these is not built, and
-    nothing is fetched to build one.
+    num_tensors: of the checkpoint; a model too large for these is not built. Nothing is fetched to
+    build one.
     """
     if find_spec("transformers") is None:
         return "transformers is not installed"
     model_type = config.get("model_type")
-    # When its import is done, another module takes its place: a thread that waited for the import
-    # would be given the one from before.
+    # At the end of its import, another module takes its place: a thread that waited for the import
+    # would get the first one.
     import_module("transformers")
     transformers: Any = sys.modules["transformers"]
     if not isinstance(model_type, str) or model_type not in transformers.CONFIG_MAPPING:
@@ -110,8 +110,8 @@ def skeleton_of(config: Mapping[str, Any], num_tensors: int = 0) -> Skeleton | s
             made = transformers.CONFIG_MAPPING[model_type].from_dict(without_fetched(config))
             model: Any = _class_of(config, made)(made)
     except Exception as error:  # a config of others can make transformers raise anything
-        told = printable(str(error), 200)
-        return f"transformers cannot build {model_type} ({type(error).__name__}: {told})"
+        reason = printable(str(error), 200)
+        return f"transformers cannot build {model_type} ({type(error).__name__}: {reason})"
     if problem := stacks_problem(model, num_tensors):
         return problem
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -132,9 +132,9 @@ def skeleton_around(model: Any) -> Skeleton | None:
 
 
 def order_of(key: str) -> Any:
-    """Return what transformers sorts the keys of a conversion by; numbers count by value.
+    """Return the sort key by which transformers orders a conversion's keys; numbers count by value.
 
-    Raises ValueError for a "²", which transformers takes for a number, and fails to read.
+    Raises ValueError for a "²", which transformers takes for a number that it cannot read.
     """
     from transformers.core_model_loading import dot_natural_key
 
@@ -142,7 +142,7 @@ def order_of(key: str) -> Any:
 
 
 def names_of(step: Any) -> set[str]:
-    """Return what transformers calls the operations of a step."""
+    """Return the names that transformers gives the operations of a step."""
     return {type(operation).__name__ for operation in step.operations}
 
 
@@ -168,7 +168,7 @@ def renaming(model: Any, conversions: list[Any], inventory: Inventory) -> Rename
 
     steps = [step for step in conversions if isinstance(step, WeightRenaming)]
     prefix = f"{model.base_model_prefix}."
-    is_whole = hasattr(model, model.base_model_prefix)  # a base model lies below prefix in others
+    is_whole = hasattr(model, model.base_model_prefix)  # others hold a base model below prefix
     homes = {  # experts that hold stacks, or will when they are converted, as DBRX's do
         name
         for name, module in model.named_modules(remove_duplicate=False)

@@ -4,7 +4,7 @@ A ModelTensor is one tensor, under all its names. A slot is a tensor, or the row
 in a stacked [E, rows, columns] one. Parts are the smallest slots: all of them must be filled.
 A master weight also has slots for scales, which the model does not hold: they are filled if the
 checkpoint has the weight in FP8, which is dequantized with them.
-Slots are those of the whole model; of a sharded one, each knows which pieces of it are here.
+Slots are of the whole model; in a sharded one, each slot lists its pieces on this rank.
 """
 
 from collections.abc import Iterator
@@ -36,8 +36,8 @@ class Role(Enum):
 class ModelTensor:
     """A parameter or persistent buffer, in several places if it is tied. shard: its part here.
 
-    scale: of a master weight, what its scales are read into; that one has no places. halves: 2 if
-    gate and up lie one behind the other.
+    scale: for a master weight, the tensor that takes its scales, which has no places. halves: 2 if
+    gate and up are stored one after the other.
     """
 
     tensor: torch.Tensor
@@ -59,7 +59,7 @@ class ModelTensor:
 
     @cached_property
     def scale_indices(self) -> list[torch.Tensor]:
-        """For each axis of a whole master weight, and each entry along it, where its scale lies."""
+        """For each axis of a whole master weight, the scale's index for each entry on that axis."""
         *batch, rows, columns = whole_shape(self.tensor.shape, self.shard)
         half = torch.arange(rows // self.halves, device="cpu") // BLOCK
         num_rows = num_blocks(rows // self.halves)
@@ -75,7 +75,7 @@ class ModelTensor:
 
 @dataclass(frozen=True, eq=False)
 class Slot:
-    """A place of the whole model. name: its key; shape: the stored tensor's.
+    """A place in the whole model. name: its key; shape: the stored tensor's.
 
     module: the name of its module; index: its place in the whole tensor, () for all of it.
     """
@@ -100,7 +100,7 @@ class Slot:
 
     @cached_property
     def pieces(self) -> tuple[tuple[Index, Index], ...]:
-        """Pairs (place in what is stored, place in the tensor here); none if all is elsewhere."""
+        """Pairs (index in the stored tensor, index in this rank's); none if others hold all."""
         if not self.owner.shard:
             return (((), self.index),)
         return tuple(overlaps(self.owner.tensor.shape, self.owner.shard, self.index))
@@ -111,7 +111,7 @@ class Inventory:
 
     slots: all by name, fused and per-expert; parts: those to fill; scales: slots for scales of
     master weights, and scale_parts the parts of them; experts: canonical name of a module -> E;
-    foreign: canonical names of what other ranks hold; problems: what prevents filling.
+    foreign: canonical names of tensors of other ranks; problems: what prevents filling.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -141,7 +141,7 @@ class Inventory:
         return exact or self._aliases.get(canonical(name))
 
     def is_ambiguous(self, slot: Slot) -> bool:
-        """Whether the scales of a whole FP8 gate_up_proj [E, 2I, H] do not tell how it is cut.
+        """Whether the scales of a whole FP8 gate_up_proj [E, 2I, H] fit two cuts into blocks.
 
         Gate and up, cut into blocks one after the other, then have as many scales as all 2I rows.
         """
@@ -215,7 +215,7 @@ def persistent_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
 def _add_scale(owner: ModelTensor, module: nn.Module, name: str, scale_name: str) -> None:
     """Give a master weight a tensor for scales, on the meta device until they are read.
 
-    It is that of the whole weight, also for one rank's part.
+    The tensor has the scales of the whole weight, also for one rank's part.
     """
     if owner.scale is None and isinstance(module, TrainableModule):
         owner.halves = halves = 2 if name in module.halved_names else 1

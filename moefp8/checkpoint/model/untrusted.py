@@ -1,6 +1,6 @@
-"""Let transformers build a model of a config.json that a stranger wrote, bounded and offline.
+"""Let transformers build a model of an untrusted config.json, bounded and offline.
 
-A number there can make endless layers, and a key can name what transformers would fetch and run.
+A number there can make endless layers, and a key can name code that transformers fetches and runs.
 """
 
 import json
@@ -42,7 +42,7 @@ def count_problem(config: Mapping[str, Any], num_tensors: int) -> str | None:
 
 
 def _numbers(name: str, value: Any) -> Iterator[tuple[str, int]]:
-    """Yield (the key that it lies below, number) at any depth."""
+    """Yield (key, number) for all numbers at any depth; those of a list have the list's key."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield from _numbers(key, item)
@@ -63,7 +63,7 @@ def stacks_problem(model: nn.Module, num_tensors: int) -> str | None:
 def without_fetched(config: Mapping[str, Any]) -> dict[str, Any]:
     """Drop the keys, at any depth, that name kernels, code or weights to be fetched.
 
-    None of these keys tells what tensors a model has. {"__float__": "Infinity"}, which transformers
+    None of these keys affects a model's tensors. {"__float__": "Infinity"}, which transformers
     writes where JSON has no number, becomes that number.
     """
 
@@ -106,7 +106,7 @@ class _Switch:
 
 @contextmanager
 def offline() -> Iterator[None]:
-    """Let huggingface_hub refuse, for this thread, what it would ask its server for."""
+    """Make huggingface_hub refuse all requests of this thread to its server."""
     from huggingface_hub import constants
 
     with _guard:

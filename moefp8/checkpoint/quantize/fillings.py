@@ -1,6 +1,6 @@
 """Find the rows of a checkpoint that fill a weight which transformers makes of several tensors.
 
-A conversion that moves whole rows is asked where to: it gets numbers of rows in place of the rows.
+A conversion of whole rows is run on the numbers of rows in place of the rows.
 """
 
 from collections import defaultdict
@@ -17,7 +17,7 @@ from ..model.slots import Slot
 from .moves import Piece
 
 _ENTRY = 1 << 40  # more than an entry has rows
-_MOVE_ROWS = {  # others change values, or the order of columns, which numbers of rows hide
+_MOVE_ROWS = {  # others change values or the order of columns, which numbers do not show
     "Chunk",
     "Concatenate",
     "ErnieFuseAndSplitTextVisionExperts",
@@ -28,9 +28,9 @@ _MOVE_ROWS = {  # others change values, or the order of columns, which numbers o
 
 @dataclass(frozen=True)
 class Filling:
-    """pieces: what fills slot, one above the other; is_converted: it is not all of one entry.
+    """Pieces that fill slot, one above the other. is_converted: they are not all of one entry.
 
-    together: the modules that the same conversion fills, this one too.
+    together: the modules that the same conversion fills, with this one.
     """
 
     slot: Slot
@@ -50,8 +50,8 @@ def converted_fillings(
     A weight that shares an entry with others, as a query cut out of a fused projection does, is
     left out, and so is a transposed weight.
     """
-    found = (x for x in skeleton.inventory.slots.values() if x.module in modules)
-    slots = {x.name: x for x in found if len(x.shape) >= 2}
+    candidates = (x for x in skeleton.inventory.slots.values() if x.module in modules)
+    slots = {x.name: x for x in candidates if len(x.shape) >= 2}
     all_columns = {slot.shape[-1] for slot in slots.values()}
     for name, group in _groups(entries, skeleton).items():
         members = [entry for entry, _, _ in group]
@@ -69,12 +69,12 @@ def _groups(
 ) -> dict[str, list[tuple[Entry, Any, str]]]:
     """Return the first name that entries become -> the entries, their steps and patterns.
 
-    They are in transformers' order; where it has none, they are left out.
+    Entries are in transformers' order; those for which it has none are left out.
     """
     groups: dict[str, list[tuple[Entry, Any, str]]] = defaultdict(list)
     for entry in entries:
-        if found := skeleton.conversion_of(entry.key):
-            name, step, pattern = found
+        if match := skeleton.conversion_of(entry.key):
+            name, step, pattern = match
             groups[name].append((entry, step, pattern))
     for name, group in list(groups.items()):
         try:
@@ -87,7 +87,7 @@ def _groups(
 def _converted(
     name: str, group: list[tuple[Entry, Any, str]], skeleton: Skeleton
 ) -> dict[str, torch.Tensor]:
-    """Return what transformers would make of group, first of all `name`: name -> row numbers."""
+    """Return name -> row numbers for the tensors that transformers would make of group."""
     step = deepcopy(group[0][1])
     if not names_of(step) <= _MOVE_ROWS:
         return {}
@@ -103,7 +103,7 @@ def _converted(
 
 
 def _pieces(slot: Slot, rows: torch.Tensor, group: list[Entry]) -> tuple[Piece, ...] | None:
-    """Return what fills slot, or None if rows are not all rows of their entries, each once."""
+    """Return the pieces that fill slot, or None unless rows are all rows of their entries, once."""
     *leading, num_columns = slot.shape
     flat = rows.flatten()
     if list(rows.shape) != [*leading, 1] or len(flat.unique()) != len(flat):

@@ -32,7 +32,7 @@ class Piece:
         return TORCH_DTYPES[self.entry.dtype]
 
     def num_rows(self, num_columns: int) -> int:
-        """Count the rows of the matrix that it becomes."""
+        """Count the rows of the matrix that the piece becomes."""
         return self.num_bytes // max(num_columns * self.dtype.itemsize, 1)
 
 
@@ -40,9 +40,9 @@ class Piece:
 class Move:
     """Pieces, one above the other, become the tensor `key` of this shape.
 
-    In FP8, that is a matrix, or a stack of matrices, each cut into blocks by itself; halves: 2 if a
-    matrix is gate above up, of which each is. A piece begins where a block does. Any other tensor
-    is one piece, and is copied.
+    In FP8, it is a matrix or a stack of matrices, each cut into blocks by itself; halves: 2 if gate
+    and up, one above the other in a matrix, are cut by themselves. A piece begins with a block. Any
+    other tensor is one piece, and is copied.
     """
 
     pieces: tuple[Piece, ...]
@@ -66,7 +66,7 @@ class Move:
         return sum(piece.num_bytes for piece in self.pieces)
 
     def outputs(self) -> list[tuple[str, str, tuple[int, ...]]]:
-        """Return (key, dtype, shape) of what it becomes; a 128x128 block has one scale."""
+        """Return (key, dtype, shape) of each tensor it makes; a 128x128 block has one scale."""
         if not self.is_fp8:
             return [(self.key, self.entry.dtype, self.shape)]
         *stack, _, k = self.shape
@@ -110,5 +110,5 @@ def apart(entry: Entry) -> Iterator[Move]:
         yield Move((piece,), f"{module}.{expert}.{names[i]}.weight", shape)
 
 
-Moves = dict[str, list[Move]]  # key -> what becomes of it; nothing if it goes into another's tensor
-Selected = tuple[str, Moves, Conversion]  # what told, tensors, and modules
+Moves = dict[str, list[Move]]  # key -> its moves; none if the move of another key takes it
+Selected = tuple[str, Moves, Conversion]  # basis, moves, and modules

@@ -36,7 +36,7 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".ckpt", ".h5", ".ms
 _BESIDE = (".json", ".jinja", ".model", ".txt", ".py")
 _OTHER_FOLDERS = {"original", "__pycache__"}
 
-Shards = dict[str, list[Move]]  # name of a file -> what it is made of
+Shards = dict[str, list[Move]]  # name of a file -> the moves that make it
 
 
 def quantize_checkpoint(
@@ -50,18 +50,18 @@ def quantize_checkpoint(
 ) -> QuantizeReport:
     """Quantize the linears and experts of a checkpoint that `convert` would swap in its model.
 
-    1. Select what `convert` would swap in the model that transformers builds of config.json, as far
-    as loaders find it again; if transformers is missing or does not know the family, every 2-D
-    weight of a decoder layer, but for routers, gates, norms and embeddings. What becomes FP8 and
-    what stays, and why, is logged ("moefp8", INFO); that experts stay is a warning. 2. Write one
+    1. Select what `convert` would swap in the model that transformers builds of config.json, if
+    loaders find the result; if transformers is missing or does not know the family, every 2-D
+    weight of a decoder layer, but for routers, gates, norms and embeddings. A log ("moefp8", INFO)
+    says what becomes FP8, what stays, and why; if experts stay, a warning says so. 2. Write one
     shard after the other, in bands of rows: memory does not grow with either, but for a matrix that
     is stored transposed. A weight becomes E4M3 with an FP32 `weight_scale_inv` for each 128x128
     block, bit-equal to `quantize_128x128` of all of it. Stacks of experts are taken apart into
-    DeepSeek's names, unless loaders know them as stacks alone; what is stored in another form, as a
-    `Conv1D` and experts of DBRX are, becomes what `convert` makes of it. 3. Copy tokenizer, code
+    DeepSeek's names, unless loaders know them as stacks alone; weights in another form, such as a
+    `Conv1D` and experts of DBRX, get the form that `convert` gives them. 3. Copy tokenizer, code
     and such, write the index, then config.json, whose `modules_to_not_convert` lists the linears
-    that stay; give the directory its name. Until then all lies in `.TARGET.partial` beside target:
-    if a run ends early, the same call goes on with the shards that were finished.
+    that stay; give the directory its name. Until then all is in `.TARGET.partial` beside target:
+    if a run ends early, the same call goes on after its finished shards.
 
     Args:
         source: a directory, or a .safetensors file beside its config.json; weights in bf16, fp16 or
@@ -89,7 +89,7 @@ def quantize_checkpoint(
     path = target_of(target)
     opened = open_source(source, "nothing was written")
     selection = select(opened, skip)
-    _LOGGER.info("quantize_checkpoint: told by %s\n%s", selection.basis, selection.conversion)
+    _LOGGER.info("quantize_checkpoint: selected by %s\n%s", selection.basis, selection.conversion)
     if warning := selection.conversion.warning():
         warnings.warn(f"quantize_checkpoint: {warning}", stacklevel=2)
     cut = list(in_shards(selection.moves, Move.num_output_bytes, max_shard_bytes))
@@ -128,10 +128,10 @@ def _job(
     max_shard_bytes: int,
     shards: Shards,
 ) -> dict[str, Any]:
-    """Return all that decides what is written; sizes and times stand for contents of files.
+    """Return all that determines the target; sizes and times stand for contents of files.
 
-    plan: which tensor is in which shard; another version of this library may select others.
-    Names of files that are not UTF-8 have escapes in place of such bytes.
+    plan: a hash of the tensors of each shard; another version of this library may select others.
+    Names of files have escapes for bytes that are not UTF-8.
     """
     layout = [[(move.outputs(), move.pieces) for move in moves] for moves in shards.values()]
     files = sorted({*source.shards, *others.values(), config_path(source.path)})
@@ -150,43 +150,43 @@ def _job(
 def _write_shards(
     work: Workplace, shards: Shards, source: Source, device: torch.device, progress: bool | None
 ) -> tuple[list[WeightReport], int]:
-    """Return the reports of all weights, and how many shards were there already."""
-    found = _finished(work, shards, progress)
-    missing = {name: moves for name, moves in shards.items() if name not in found}
+    """Return the reports of all weights, and the number of shards that were there already."""
+    reports = _finished(work, shards, progress)
+    missing = {name: moves for name, moves in shards.items() if name not in reports}
     total = sum(move.num_bytes for moves in missing.values() for move in moves)
     with Progress("quantizing", total, "GiB", 2**30, progress) as bar:
         for name, moves in missing.items():
 
             def write(path: Path, name: str = name, moves: list[Move] = moves) -> dict[str, Any]:
-                found[name] = write_shard(path, moves, source, device, bar.advance)
-                return {"weights": [asdict(weight) for weight in found[name]]}
+                reports[name] = write_shard(path, moves, source, device, bar.advance)
+                return {"weights": [asdict(weight) for weight in reports[name]]}
 
             work.finish(name, write)
-    return [x for name in shards for x in found[name]], len(shards) - len(missing)
+    return [x for name in shards for x in reports[name]], len(shards) - len(missing)
 
 
 def _finished(
     work: Workplace, shards: Shards, progress: bool | None
 ) -> dict[str, list[WeightReport]]:
-    """Return the reports of shards that an earlier run wrote, and that are still as they were."""
-    there = {name: moves for name, moves in shards.items() if work.is_finished(name)}
-    total = sum(move.num_output_bytes() for moves in there.values() for move in moves)
-    with Progress("verifying", total, "GiB", 2**30, progress if there else False) as bar:
-        found = {
+    """Return the reports of shards that an earlier run wrote and that have not changed."""
+    written = {name: moves for name, moves in shards.items() if work.is_finished(name)}
+    total = sum(move.num_output_bytes() for moves in written.values() for move in moves)
+    with Progress("verifying", total, "GiB", 2**30, progress if written else False) as bar:
+        reports = {
             name: _reports_of(work.report(name, bar.advance), moves)
-            for name, moves in there.items()
+            for name, moves in written.items()
         }
-    return {name: reports for name, reports in found.items() if reports is not None}
+    return {name: some for name, some in reports.items() if some is not None}
 
 
 def _reports_of(report: Any, moves: list[Move]) -> list[WeightReport] | None:
-    """Read the reports on these moves; return None if report, of JSON or None, holds others."""
+    """Read the reports on these moves from JSON; return None if report is None or on others."""
     try:
-        found = [WeightReport.from_dict(x) for x in report["weights"]]
+        reports = [WeightReport.from_dict(x) for x in report["weights"]]
     except (KeyError, TypeError):
         return None
-    of = [(move.key, move.shape) for move in moves if move.is_fp8]
-    return found if [(x.key, x.shape) for x in found] == of else None
+    wanted = [(move.key, move.shape) for move in moves if move.is_fp8]
+    return reports if [(x.key, x.shape) for x in reports] == wanted else None
 
 
 def _weight_map(shards: Shards) -> dict[str, str]:
@@ -203,16 +203,16 @@ def _config(source: Source, selection: Selection) -> dict[str, Any]:
 
 
 def _other_files(source: Source) -> Iterator[tuple[str, Path]]:
-    """Yield (name below the directory, file) for all that is neither weights, config nor hidden.
+    """Yield (name below the directory, file) for each file but weights, config and hidden ones.
 
-    If the source is one file, only files beside it count whose suffix belongs to models. Raises
-    CheckpointError for what cannot be copied, which would be missing in the target, and OSError.
+    If the source is one file, files beside it must have a suffix of `_BESIDE`. Raises OSError,
+    and CheckpointError for what cannot be copied, which would be missing in the target.
     """
     config, is_whole = config_path(source.path), source.path.is_dir()
     folders = [config.parent]
-    for folder in folders:  # more are found on the way
-        with os.scandir(folder) as found:
-            paths = sorted(Path(folder, entry.name) for entry in found if entry.name[0] != ".")
+    for folder in folders:  # the loop adds more
+        with os.scandir(folder) as entries:
+            paths = sorted(Path(folder, entry.name) for entry in entries if entry.name[0] != ".")
         for path in paths:
             is_weight = path.name.endswith((*_WEIGHTS, ".index.json"))
             if path.is_dir():

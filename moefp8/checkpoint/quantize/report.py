@@ -17,7 +17,7 @@ from ...quant.numerics import blocks_128x128
 
 @dataclass(frozen=True)
 class WeightReport:
-    """One weight w and what it became, q.
+    """The error of one weight w that became q.
 
     error: ||w - dequantize(q)|| / ||w||, Frobenius; 0 if w is zeros. max_error: the largest
     |w - dequantize(q)|, each in units of 448 * scale_inv of its block, which is the block's largest
@@ -40,9 +40,9 @@ class WeightReport:
 
 @dataclass(frozen=True)
 class QuantizeReport:
-    """What one quantization did. weights: those that are FP8 now; kept: keys that stayed.
+    """The result of one quantization. weights: those in FP8 now; kept: keys that stayed.
 
-    conversion: modules that became FP8, and why others stay; basis: what told. Bytes are of
+    conversion: modules that became FP8, and why others stay; basis: what decided. Bytes are of
     tensors. num_resumed: shards that an earlier run had finished.
     """
 

@@ -1,6 +1,6 @@
 """Select what becomes FP8 by the model that will hold it.
 
-That is each tensor whose module `convert` would swap, as long as a loader finds it again.
+It selects each tensor whose module `convert` would swap, if a loader finds the result.
 E experts, H hidden, I intermediate.
 """
 
@@ -47,11 +47,11 @@ def select_by_model(
     made: dict[str, Moves] = {}
     kept = dict(planned.kept)
     for module, kind in planned.swapped.items():
-        came = _moves_of(module, kind, fillings[module], skeleton, is_skipped)
-        if isinstance(came, str):
-            kept[module] = came
+        result = _moves_of(module, kind, fillings[module], skeleton, is_skipped)
+        if isinstance(result, str):
+            kept[module] = result
         else:
-            made[module] = came
+            made[module] = result
     while parted := _parted(made, fillings):
         kept |= parted
         made = {module: moves for module, moves in made.items() if module not in parted}
@@ -66,9 +66,9 @@ def select_by_model(
     homes = {key: module for module in made for key in made[module]}
     problems += dtype_problems(source, moves, homes)
     if not moves and not problems:
-        told = Conversion({}, kept).warning() or ""
+        reasons = Conversion({}, kept).warning() or ""
         problems.append(
-            f"{told}; convert the model instead, or load it by "
+            f"{reasons}; convert the model instead, or load it by "
             "from_pretrained(..., quantization_config=FP8Config()), which may swap more"
         )
     raise_if_any(problems, headline)
@@ -80,8 +80,8 @@ def select_by_model(
 def _fillings(
     source: Source, skeleton: Skeleton, planned: Conversion
 ) -> tuple[dict[str, list[Filling]], list[Entry]]:
-    """Return module to swap -> what fills its weights, and the entries that are of no module."""
-    found: dict[str, list[Filling]] = defaultdict(list)
+    """Return module to swap -> fillings of its weights, and the entries without a module."""
+    fillings: dict[str, list[Filling]] = defaultdict(list)
     unknown = []
     for key, entry in source.entries.items():
         slot = skeleton.inventory.find(skeleton.rename(key))
@@ -90,23 +90,23 @@ def _fillings(
         elif not slot.name.endswith("bias"):
             homes = {slot.module, slot.module.rpartition(".")[0]}  # DBRX's weights are in a child
             for module in homes & planned.swapped.keys():
-                found[module].append(Filling(slot, cut(entry)))
+                fillings[module].append(Filling(slot, cut(entry)))
     for filling in converted_fillings(unknown, skeleton, {*planned.swapped, *planned.kept}):
-        found[filling.slot.module].append(filling)
-    return found, unknown
+        fillings[filling.slot.module].append(filling)
+    return fillings, unknown
 
 
 def _parted(made: Mapping[str, Moves], fillings: Mapping[str, list[Filling]]) -> dict[str, str]:
     """Return module -> why it stays, for modules filled together with one that stays.
 
-    Without the keys of these, the conversion would make something else of what is left.
+    Without the keys of these modules, the conversion would make something else of the other keys.
     """
-    found = {}
+    reasons = {}
     for module in made:
         together = {home for x in fillings[module] for home in x.together}
         if others := sorted(together - made.keys()):
-            found[module] = f"converted together with {pattern_of(others[0])}, which stays"
-    return found
+            reasons[module] = f"converted together with {pattern_of(others[0])}, which stays"
+    return reasons
 
 
 def _moves_of(
@@ -116,7 +116,7 @@ def _moves_of(
     skeleton: Skeleton,
     is_skipped: Callable[[str], bool],
 ) -> Moves | str:
-    """Return key -> what becomes of it, for all weights of a module, or why the module stays."""
+    """Return key -> its moves, for all weights of a module, or say why the module stays."""
     entries = {entry.key: entry for filling in fillings for entry in filling.entries()}
     if not entries or _weights_of(module, skeleton) - {id(x.slot.owner) for x in fillings}:
         return _OTHER_FORM
@@ -143,7 +143,7 @@ def _moves_of(
         weights = [named[name] for name in stacks.names]
         return _dbrx(module, weights, len(stacks.down), skeleton)
     if len(direct) == len(fillings) and all(len(entry.shape) == 2 for entry, _ in direct):
-        if not all(skeleton.is_found(key, skeleton.rename(key)) for key in entries):
+        if not all(skeleton.is_loaded_as(key, skeleton.rename(key)) for key in entries):
             return _LOST
         move = turned if kind == "Conv1D" else whole
         return {key: [move(entry)] for key, entry in entries.items()}
@@ -182,7 +182,7 @@ def _dbrx(module: str, weights: list[Entry], num_experts: int, skeleton: Skeleto
 
 
 def _stored_twice(fillings: list[Filling]) -> str | None:
-    """Say whether two keys fill one weight; then the module stays, since loaders differ."""
+    """Say so if two keys fill one weight; then the module stays, since loaders differ."""
     first: dict[str, Filling] = {}
     for filling in fillings:
         other = first.setdefault(filling.slot.name, filling)
@@ -193,7 +193,7 @@ def _stored_twice(fillings: list[Filling]) -> str | None:
 
 
 def _weights_of(module: str, skeleton: Skeleton) -> set[int]:
-    """Return all weights that must be stored in FP8 if one of them is."""
+    """Return the ids of all weights of a module, which must be stored in FP8 together."""
     slots = skeleton.inventory.slots.values()
     named = (x for x in slots if x.name.startswith(f"{module}.") and not x.name.endswith("bias"))
     return {id(x.owner) for x in named}

@@ -33,12 +33,12 @@ def select_by_name(source: Source, skip: Sequence[str], headline: str, why: str)
     problems += split_modules(source.entries.values(), linears)
     if not linears and not stacks and not problems:
         problems.append(
-            "no 2-D weight of a decoder layer (model.layers.0. or such) is left for FP8; names "
-            f"told, for {why}"
+            "no 2-D weight of a decoder layer (model.layers.0. or such) is left for FP8; weights "
+            f"were selected by name, since {why}"
         )
     raise_if_any(problems, headline)
     kinds = {key.removesuffix(".weight"): "linear" for key in linears if not split_expert(key)}
-    kinds |= {found[0]: "experts" for key in linears if (found := split_expert(key))}
+    kinds |= {expert[0]: "experts" for key in linears if (expert := split_expert(key))}
     kinds |= {key.rpartition(".")[0]: "experts" for key in stacks}
     kept = dict.fromkeys(kept_modules(source, linears | stacks), "by name, or skipped")
     moves = {key: [whole(source.entries[key])] for key in linears}
@@ -61,7 +61,7 @@ def is_linear(entry: Entry) -> bool:
 
 
 def dtype_problems(source: Source, keys: Iterable[str], homes: Mapping[str, str]) -> list[str]:
-    """List keys of other dtypes. homes: key -> its module, if only all of that can be skipped."""
+    """List keys of other dtypes. homes: key -> its module, if that can only be skipped whole."""
     return [
         f"{source.entries[key]}: {problem}; {_to_keep(homes.get(key, key))}"
         for key in sorted(keys)
@@ -81,9 +81,9 @@ def split_modules(entries: Iterable[Entry], linears: Collection[str]) -> list[st
 
 
 def kept_modules(source: Source, quantized: Collection[str]) -> list[str]:
-    """List what goes into modules_to_not_convert, by which loaders tell what is no FP8 module.
+    """List modules_to_not_convert, which names the linears and experts that are not in FP8.
 
-    Experts stand there as one module. A head that is tied has no key, and yet it is a linear.
+    Experts are one module there. A tied head has no key, and yet it is a linear.
     """
     modules: dict[str, None] = {}
     for key, entry in source.entries.items():

@@ -19,7 +19,7 @@ from .select_by_name import is_named, kept_modules, select_by_name
 class Selection:
     """moves: all of the source, in its order; kept_modules: linears and experts that stay.
 
-    conversion: what becomes FP8 and what stays, and why; basis: what told.
+    conversion: what becomes FP8 and what stays, and why; basis: the model or names that decided.
     """
 
     moves: list[Move]
@@ -29,7 +29,7 @@ class Selection:
 
 
 def select(source: Source, skip: Sequence[str] = ()) -> Selection:
-    """Select as `quantize_checkpoint` tells, by the model or by names.
+    """Select as `quantize_checkpoint` describes, by the model or by names.
 
     Stacks of experts are taken apart, unless loaders know them as stacks alone. Raises
     CheckpointError for a source that is quantized already, holds experts of another make or weights
@@ -49,7 +49,7 @@ def select(source: Source, skip: Sequence[str] = ()) -> Selection:
         for move in fp8.get(key, [whole(entry, is_fp8=False)])
     ]
     raise_if_any(_twice(moves), headline)
-    # The model's own names are those that its loaders look for.
+    # Its loaders look for the model's own names.
     kept = dict.fromkeys([*kept_modules(source, fp8.keys()), *conversion.kept])
     return Selection(moves, list(kept), conversion, basis)
 

@@ -1,4 +1,4 @@
-"""Write a safetensors file piece by piece; its header is known before its first tensor is.
+"""Write a safetensors file piece by piece: first the header, then tensors in any order.
 
 The safetensors library only writes tensors that are in memory, all at once.
 """
@@ -23,10 +23,10 @@ OUTCOME = "finished shards are kept: mend it, and run again to go on"  # how err
 def create(
     path: Path, tensors: Iterable[tuple[str, str, tuple[int, ...]]]
 ) -> tuple[int, dict[str, Entry]]:
-    """Make the file, write its header and return its descriptor, and key -> entry.
+    """Make the file and write its header; return its descriptor, and key -> entry.
 
     tensors: (key, dtype, shape) each. Wide dtypes come first, as in the library, so that every
-    tensor is aligned to its own. Raises CheckpointError.
+    tensor is aligned to its dtype. Raises CheckpointError.
     """
     entries: dict[str, Entry] = {}
     position = 0

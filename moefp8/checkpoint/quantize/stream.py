@@ -33,7 +33,7 @@ _CHUNK_BYTES = 4 << 20
 class _Job:
     """sources: descriptors to read from; target: where to write; entries: what it will hold.
 
-    advance: it is given the bytes that were read.
+    advance: a function to call with the bytes read.
     """
 
     sources: Files
@@ -59,7 +59,7 @@ def write_shard(
     device: torch.device,
     advance: Callable[[int], None],
 ) -> list[WeightReport]:
-    """Write path, synced, and report on its FP8 weights. advance: it is given the bytes read.
+    """Write path, synced, and report on its FP8 weights. advance: it takes the bytes read.
 
     Raises CheckpointError naming key and file; then path may exist, incomplete.
     """
@@ -114,7 +114,7 @@ def _quantize(job: _Job, move: Move) -> WeightReport:
 def _quantize_band(band: torch.Tensor, scale_inv: torch.Tensor, sums: ErrorSums) -> torch.Tensor:
     """Make E4M3 [rows, K] on the CPU of band [rows, K]; scales go to scale_inv, errors to sums.
 
-    It takes some columns at a time: their FP32 values stay in a core's cache.
+    Columns are taken in parts, so that their FP32 values stay in a core's cache.
     """
     data = torch.empty(band.shape, dtype=E4M3)
     for first in range(0, band.shape[1], _COLUMNS):
@@ -129,8 +129,8 @@ def _quantize_band(band: torch.Tensor, scale_inv: torch.Tensor, sums: ErrorSums)
 def _bands(job: _Job, move: Move, k: int) -> Iterator[tuple[Piece, int, torch.Tensor]]:
     """Yield (piece, number of its first row, band [rows, K]); an empty weight has none.
 
-    A band is of one part, and has a multiple of 128 rows unless it ends a part or a piece. What is
-    stored transposed is read whole, and then cut.
+    A band is of one part, and has a multiple of 128 rows unless it ends a part or a piece. A piece
+    that is stored transposed is read whole, and then cut.
     """
     step = max(_BAND_ELEMENTS // max(k, 1) // BLOCK, 1) * BLOCK
     begin = 0

@@ -1,4 +1,4 @@
-"""What comes in one call, and what its names alone tell of it."""
+"""The tensors of one call: their places, and all else that does not depend on their values."""
 
 from collections.abc import Iterable, Sequence
 from itertools import count
@@ -10,7 +10,7 @@ import torch
 from ...kernels import E4M3
 from .place import PLAIN, Home, Place
 
-Came = tuple[str, Place, bool]  # what has filled a part: its name, its place, whether it is FP8
+Filler = tuple[str, Place, bool]  # what has filled a part: its name, its place, whether it is FP8
 
 T = TypeVar("T")
 _MAX_PARTS = 1 << 18
@@ -19,28 +19,27 @@ _SHAPE, _DTYPE, _DEVICE = map(attrgetter, ("shape", "dtype", "device"))
 
 
 class Bucket:
-    """Tensors that fit their places, without the tensors.
+    """The shapes, dtypes and places of tensors that fit a model, without the tensors.
 
     A trainer sends 20,000 tensors by the same names again and again, so a bucket is kept, and
-    `takes` tells in a few passes whether it stands for other tensors as well.
+    `takes` checks in a few passes whether it describes other tensors as well.
 
-    came: what fills each part. begun: the weights that it fills, or scales; whole: those of which
-    it has all parts. stacks: of matrices of
-    stacks that are to be quantized, which tensors they are and where they go, and their dtype if
-    all have one. rest: place and
-    number of each other tensor that is written.
+    fillers: what fills each part. begun: the weights that it fills, or scales; whole: the complete
+    ones. stacks: home -> (numbers, places, dtype) of the tensors to quantize into a stack's
+    matrices; the dtype is None if they have several. rest: (place, number) of each other tensor
+    that is written.
     """
 
     def __init__(
         self,
         tensors: Sequence[torch.Tensor],
-        came: dict[str, Came],
+        fillers: dict[str, Filler],
         arrived: Iterable[tuple[Place, int]],
     ) -> None:
         self.shapes, self.dtypes = list(map(_SHAPE, tensors)), list(map(_DTYPE, tensors))
-        self.came, self.begun = came, dict[Home, None]()
+        self.fillers, self.begun = fillers, dict[Home, None]()
         self._number, self._apart = next(_NUMBERS), set[int]()
-        self.has_scales, self.has_codes = False, any(is_fp8 for _, _, is_fp8 in came.values())
+        self.has_scales, self.has_codes = False, any(is_fp8 for _, _, is_fp8 in fillers.values())
         stacks: dict[Home, tuple[list[int], list[int]]] = {}
         self.rest: list[tuple[Place, int]] = []
         for place, number in arrived:
@@ -57,18 +56,18 @@ class Bucket:
             home: (numbers, places, _common(self.dtypes[i] for i in numbers))
             for home, (numbers, places) in stacks.items()
         }
-        self.whole = [home for home in self.begun if home.needed.keys() <= came.keys()]
+        self.whole = [home for home in self.begun if home.needed.keys() <= fillers.keys()]
 
     def is_apart_from(self, other: "Bucket") -> bool:
-        """Whether no part is in both; noted, since a trainer sends the same buckets again."""
-        if other._number not in self._apart and self.came.keys().isdisjoint(other.came):
+        """Whether no part is in both; kept, since a trainer sends the same buckets again."""
+        if other._number not in self._apart and self.fillers.keys().isdisjoint(other.fillers):
             self._apart.add(other._number)
         return other._number in self._apart
 
     def takes(self, tensors: Sequence[torch.Tensor], device: torch.device | None) -> bool:
-        """Whether these are like those that it was made of, and their values can be read.
+        """Whether it describes these tensors, and their values can be read.
 
-        device: that of all, by `device_of_all`.
+        device: as `device_of_all` returns it.
         """
         return (
             set(map(type, tensors)) <= PLAIN
@@ -79,13 +78,13 @@ class Bucket:
 
 
 def device_of_all(tensors: Sequence[torch.Tensor]) -> torch.device | None:
-    """The device where all tensors lie, each without gaps; None if that is not so of all."""
+    """The device of all tensors; None if they have several, or one of them has gaps."""
     device = _common(map(_DEVICE, tensors))
     if device is None or device.type == "meta":
         return None
     try:
         return device if all(map(torch.Tensor.is_contiguous, tensors)) else None
-    except RuntimeError:  # by a sparse one
+    except RuntimeError:  # a sparse tensor raises it
         return None
 
 
@@ -94,13 +93,13 @@ def _is_readable(tensor: torch.Tensor) -> bool:
 
 
 def _common(values: Iterable[T]) -> T | None:
-    """What all are, if they are equal."""
-    found = set(values)
-    return found.pop() if len(found) == 1 else None
+    """The value that all have, or None if they differ."""
+    distinct = set(values)
+    return distinct.pop() if len(distinct) == 1 else None
 
 
 class Buckets:
-    """Buckets by the names in them, and the model's own names where a trainer has others."""
+    """Buckets by their names, and by the model's own names where a trainer has others."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[str, ...], Bucket] = {}
@@ -113,14 +112,14 @@ class Buckets:
         tensors: Sequence[torch.Tensor],
         device: torch.device | None,
     ) -> Bucket | None:
-        """The bucket of these names, if it stands for these tensors as well, as `takes` says."""
+        """The bucket of these names, if it `takes` these tensors."""
         bucket = self._kept.get(_key(names, inner))
         return bucket if bucket is not None and bucket.takes(tensors, device) else None
 
     def keep(self, names: tuple[str, ...], inner: tuple[str, ...], bucket: Bucket) -> None:
-        self._num_parts += len(bucket.came)
-        if self._num_parts > _MAX_PARTS:  # a trainer that deals them anew each time
-            self._kept, self._num_parts = {}, len(bucket.came)
+        self._num_parts += len(bucket.fillers)
+        if self._num_parts > _MAX_PARTS:  # a trainer may group tensors differently each time
+            self._kept, self._num_parts = {}, len(bucket.fillers)
         self._kept[_key(names, inner)] = bucket
 
 

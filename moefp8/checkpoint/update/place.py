@@ -1,4 +1,4 @@
-"""Where a name leads in a model."""
+"""The place of a name in a model."""
 
 from dataclasses import dataclass, field
 
@@ -13,7 +13,7 @@ PLAIN = {torch.Tensor, nn.Parameter}
 
 @dataclass(frozen=True)
 class Arrival:
-    """What is known of a tensor that comes, before it is looked at."""
+    """The name, dtype and shape of a tensor that comes."""
 
     key: str
     dtype: str
@@ -33,8 +33,8 @@ class Home:
     """One tensor of a model, under the first of its names.
 
     module, name: where it is. num_matrices: S of a stack [S, N, K] whose matrices are cut into
-    blocks one by one, and of the stack of their scales; 0 of other tensors. parts: how many of
-    them side by side are one expert's: 2 for gate and up. quantizes: whether weights in 16 or 32
+    blocks one by one, and of the stack of their scales; 0 of other tensors. parts: how many
+    successive ones are one expert's: 2 for gate and up. quantizes: whether weights in 16 or 32
     bits become its codes. needed: the parts that come before it is complete.
     """
 
@@ -50,11 +50,11 @@ class Home:
 
 @dataclass(eq=False, slots=True)
 class Place:
-    """What a name leads to.
+    """The part of a model's tensor that a name stands for.
 
-    home: the tensor; weight: that of the weight that it scales, else the same. first, count: which
-    matrices of the stack; a count of 0: it is not some of a stack. stored: what is kept here along
-    the first axis of what comes. dtypes: those that may come. is_weight, is_scale: whether it is an
+    home: the tensor; weight: the home of the weight that it scales, else the same. first, count: of
+    its matrices in the stack; count is 0 outside of stacks. stored: this rank's slice of the first
+    axis of a tensor that comes. dtypes: the allowed ones. is_weight, is_scale: whether it is an
     FP8 weight, or scales one. is_here: whether it is on this rank.
     """
 

@@ -1,6 +1,6 @@
-"""Where names lead in a model: found once, and kept with the model as long as its layout stays.
+"""The places of a model by name, kept with the model as long as its layout stays.
 
-What is kept holds no tensor and no module of the model, so that what is replaced there is freed.
+Places hold no tensor and no module of the model, so those that it replaces are freed.
 """
 
 from difflib import get_close_matches
@@ -31,7 +31,7 @@ _ATTRIBUTE = "_moefp8_places"
 class Places:
     """All places of a model by name.
 
-    inventory: its slots, of tensors on the meta device. layout: what of the model they follow from.
+    inventory: its slots, of tensors on the meta device. layout: see `_contents_of`.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -59,9 +59,9 @@ class Places:
 
     @classmethod
     def of(cls, model: nn.Module) -> tuple["Places", dict[ModelTensor, torch.Tensor]]:
-        """Those of a model, and the tensors that it has now.
+        """The places of a model, and its current tensors.
 
-        Places are found again only if the model's layout has changed. Raises ValueError.
+        Places are made again only if the model's layout has changed. Raises ValueError.
         """
         layout, tensors = _contents_of(model)
         places: Places | None = vars(model).get(_ATTRIBUTE)
@@ -74,11 +74,11 @@ class Places:
         return places, {home.owner: tensors[home.module, home.name] for home in homes}
 
     def __reduce__(self) -> Any:
-        """A copy of the model finds its own."""
+        """A copy of the model makes its own."""
         return type(None), ()
 
     def find(self, name: str, model: nn.Module) -> Place | None:
-        """The place of a name, or None for what other ranks hold and loaders leave out.
+        """The place of a name, or None for tensors that other ranks hold or loaders leave out.
 
         Raises KeyError for other names.
         """
@@ -93,14 +93,14 @@ class Places:
         return self.by_name[name]
 
     def unknown(self, arrival: Arrival) -> str:
-        """Say that there is no place for it, and which names are near."""
+        """Say that the model has no place for it, and name the nearest pattern."""
         near = get_close_matches(folded(arrival.key), self._patterns, 1)
         way_out = f"near is {near[0]}" if near else "no name is near"
         extra = f"extra, the model has no place for it; {way_out}"
         return f"{arrival}: {expert_problem(arrival.key, self.inventory) or extra}"
 
     def misfit(self, arrival: Arrival, place: Place) -> str | None:
-        """Say why it cannot go there."""
+        """Say why arrival cannot go to place, or None if it can."""
         problem = None
         if TORCH_DTYPES.get(arrival.dtype) not in place.dtypes:
             problem = _dtype_problem(arrival, place)
@@ -140,7 +140,7 @@ class Places:
 
 
 def config_of(model: nn.Module) -> dict[str, Any]:
-    """Return config.json of the latest load, or that of a model of transformers, or {}."""
+    """Return config.json of the latest load, or the config of a model of transformers, or {}."""
     to_dict = getattr(getattr(model, "config", None), "to_dict", dict)
     config: dict[str, Any] = recall(model).config or to_dict()
     return config
@@ -155,7 +155,7 @@ def listed(problems: list[str]) -> str:
 def _contents_of(model: nn.Module) -> tuple[list[Any], dict[tuple[str, str], torch.Tensor]]:
     """(layout, tensors by module and name).
 
-    layout: all that places follow from: names, kinds, layouts, what is tied and what is cut.
+    layout: all that places depend on: names, kinds, layouts, ties and the parts of ranks.
     """
     seen: dict[int, int] = {}
     layout: list[Any] = []
@@ -172,7 +172,7 @@ def _contents_of(model: nn.Module) -> tuple[list[Any], dict[tuple[str, str], tor
 def _home_of(slot: Slot) -> Home:
     """The home of the first slot of a tensor, which is the whole tensor."""
     owner = slot.owner
-    if not owner.places:  # scales that dequantize what becomes a master weight
+    if not owner.places:  # scales of codes that become a master weight
         return Home("", "", owner, slot.role)
     module, name = owner.places[0]
     home = Home(owner.names[0].removesuffix(name).removesuffix("."), name, owner, slot.role)
@@ -189,7 +189,7 @@ def _home_of(slot: Slot) -> Home:
 
 
 def _matrices_of(home: Home, here: tuple[int | slice, ...]) -> tuple[int, int]:
-    """(first, count) of the matrices of a stack at a place of it."""
+    """(first, count) of the matrices of a stack at an index of it."""
     if not here:
         return 0, home.num_matrices
     lead, *others = here
@@ -208,7 +208,7 @@ def _is_filled(tensor: torch.Tensor) -> bool:
 
 
 def _dtypes_of(slot: Slot, home: Home) -> frozenset[torch.dtype]:
-    """Those that may come for a slot."""
+    """The dtypes that may come for a slot."""
     if slot.role is Role.WEIGHT:
         return frozenset((E4M3, *(FLOATS if home.quantizes else ())))
     tried = {dtype: Arrival(slot.name, name, slot.shape) for dtype, name in DTYPE_NAMES.items()}
@@ -218,7 +218,7 @@ def _dtypes_of(slot: Slot, home: Home) -> frozenset[torch.dtype]:
 
 
 def _dtype_problem(arrival: Arrival, place: Place) -> str | None:
-    """Say why its dtype cannot go there."""
+    """Say why the dtype of arrival cannot go to place."""
     slot, dtype = place.slot, place.slot.owner.tensor.dtype
     wanted = DTYPE_NAMES.get(dtype, str(dtype))
     if place.is_weight and place.home.quantizes:

@@ -11,7 +11,7 @@ from ...kernels import E4M3
 from ..files.config import says_separate
 from ..files.names import SCALE_SUFFIX, renamed
 from ..model.slots import not_dense
-from .bucket import Bucket, Came, device_of_all
+from .bucket import Bucket, Filler, device_of_all
 from .place import PLAIN, Arrival, Home, Place
 from .places import Places, config_of, listed
 from .write import Writer
@@ -32,31 +32,31 @@ def updating(model: nn.Module, *, rename: Callable[[str], str] | None = None) ->
                 update.add(bucket)
 
     No tensor moves, so CUDA graphs of the model stay as they are, and their next replay computes
-    with the new weights. What is made of weights and kept follows in its own memory: transposed FP8
+    with the new weights. Tensors made of weights are updated in their own memory: transposed FP8
     weights, FP8 codes of master weights, and FP8 weights beside experts of transformers;
-    `moefp8.hf.DecodingGraphs` copies what it has merged at its next `generate`. A block may bring
-    some tensors of the model alone, in any order. After it, the `state_dict` has the bits that a
-    load of the same tensors gives.
+    `moefp8.hf.DecodingGraphs` copies what it has merged at its next `generate`. A block may update
+    any tensors of the model, in any order. After it, the `state_dict` has the same bits as after a
+    load of the same tensors.
 
     Names are those that `load_checkpoint` takes for this model, and in a model of transformers also
     those that transformers renames: experts one by one (`mlp.experts.3.gate_proj.weight`) or
     stacked (`mlp.experts.gate_up_proj` [E, 2I, H], gate rows first). Tensors are whole and on any
-    device. Of a model that `shard` or expert parallelism has cut, each rank takes them all, keeps
-    its part, and passes over experts of other ranks.
+    device. In a model that `shard` or expert parallelism has cut, each rank takes them all, keeps
+    its part, and skips experts of other ranks.
 
     - FP8 weights take bf16, fp16 or fp32, quantized on the model's device by the rule of `convert`
       and `trainable=True`; or E4M3 codes and their `*_scale_inv`, in one call or in two.
     - Master weights take any float dtype, cast to theirs; or codes and scales, dequantized.
     - All else takes what `load_checkpoint` takes, cast to its dtype.
 
-    `update.add` checks names, shapes and dtypes of all that it is given before it writes any of it;
-    values are not looked at. It works on the current stream of each device and waits for no GPU:
-    tensors may be freed or written again after it as after any operation of that stream, and
-    replays on another stream have to wait for this one.
+    `update.add` checks names, shapes and dtypes of all its tensors before it writes any of them;
+    values are not checked. It works on the current stream of each device and waits for no GPU:
+    tensors may be freed or written again after it as after any operation of that stream. Replays on
+    another stream have to wait for this one.
 
-    A block has to bring all parts of each tensor that it begins: all experts of a stack, gate and
-    up, codes and scales. An exception that leaves it says nothing of missing parts; the model is
-    then partly written, and has to be updated or loaded before it is used.
+    A block must complete each tensor that it begins: all experts of a stack, gate and up, codes and
+    scales. An exception in the block is raised as it is, without a list of missing parts; the model
+    is then partly written, and has to be updated or loaded before it is used.
 
     Args:
         model: filled, on real devices.
@@ -65,9 +65,9 @@ def updating(model: nn.Module, *, rename: Callable[[str], str] | None = None) ->
     Raises:
         ValueError: on entry, for a model that cannot be written, as with DTensors or on the meta
             device. At the end of the block, for missing parts: it names the first five. By
-            `update.add`, for names that the model does not know (it tells the nearest), for other
-            shapes and dtypes, and for what came before in this block; a tied tensor may come under
-            each of its names, and the last one stays.
+            `update.add`, for names that the model does not know (it names the nearest), for other
+            shapes and dtypes, and for tensors added before in this block; a tied tensor may come
+            under each of its names, and the last one stays.
         TypeError: by `update.add`, for anything but pairs of str and tensor.
         RuntimeError: by `update.add`, after the block, or while a CUDA graph is captured.
     """
@@ -80,7 +80,7 @@ def updating(model: nn.Module, *, rename: Callable[[str], str] | None = None) ->
 
 
 class Update:
-    """What a block of `updating` is given."""
+    """The object that a block of `updating` adds tensors to."""
 
     def __init__(self, model: nn.Module, rename: Callable[[str], str] | None) -> None:
         if not isinstance(model, nn.Module):
@@ -88,9 +88,9 @@ class Update:
         self._model, self._rename = model, rename
         self._places, tensors = Places.of(model)
         self._writer: Writer | None = Writer(model, self._places, tensors)
-        self._parts: dict[str, Came] = {}  # by part, without those of:
+        self._parts: dict[str, Filler] = {}  # by part; `_known_buckets` has more
         self._known_buckets: list[Bucket] = []
-        self._has_scales = self._has_codes = False  # whether some came
+        self._has_scales = self._has_codes = False  # of this block so far
         self._begun: dict[Home, None] = {}
         meta = [owner.names[0] for owner, x in tensors.items() if x.is_meta]
         if meta:
@@ -117,7 +117,7 @@ class Update:
             self._known_buckets.append(bucket)
         else:
             bucket = self._match(names, inner, tensors)
-            self._parts |= bucket.came
+            self._parts |= bucket.fillers
         self._begun |= bucket.begun
         self._has_scales |= bucket.has_scales
         self._has_codes |= bucket.has_codes
@@ -126,18 +126,18 @@ class Update:
     def _known(
         self, names: _Names, inner: _Names, tensors: _Tensors, device: torch.device | None
     ) -> Bucket | None:
-        """The bucket that came with these names before, in another block, if nothing differs."""
+        """The bucket kept from an earlier block with these names, if nothing differs."""
         buckets = self._places.buckets
-        found = None if self._has_scales else buckets.find(names, inner, tensors, device)
-        if found is None or not self._parts.keys().isdisjoint(found.came):
+        bucket = None if self._has_scales else buckets.find(names, inner, tensors, device)
+        if bucket is None or not self._parts.keys().isdisjoint(bucket.fillers):
             return None
-        return found if all(map(found.is_apart_from, self._known_buckets)) else None
+        return bucket if all(map(bucket.is_apart_from, self._known_buckets)) else None
 
     @property
-    def _came(self) -> dict[str, Came]:
-        """What has come, by part."""
+    def _fillers(self) -> dict[str, Filler]:
+        """What has filled each part in this block."""
         for bucket in self._known_buckets:
-            self._parts |= bucket.came
+            self._parts |= bucket.fillers
         self._known_buckets.clear()
         return self._parts
 
@@ -147,10 +147,10 @@ class Update:
         inner: the names in the model.
         """
         arrived: list[tuple[Place, int]] = []
-        came: dict[str, Came] = {}
+        fillers: dict[str, Filler] = {}
         problems: list[str] = []
         scales: list[tuple[str, Place]] = []
-        before, has_twins, has_strangers = self._came, False, False
+        before, has_twins, has_strangers = self._fillers, False, False
         known = self._places.by_name
         for number, (name, tensor) in enumerate(zip(names, tensors, strict=True)):
             place = known.get(inner[number])
@@ -161,8 +161,8 @@ class Update:
                 continue
             entry = name, place, tensor.dtype is E4M3
             for part in place.parts:
-                if part in came or part in before:
-                    other = came.get(part) or before[part]
+                if part in fillers or part in before:
+                    other = fillers.get(part) or before[part]
                     if not _are_twins(other[1], place):
                         problems.append(
                             f"{name}: {other[0]} came for {part} in this block already; a block "
@@ -170,21 +170,21 @@ class Update:
                         )
                         break
                     has_twins = True
-                came[part] = entry
+                fillers[part] = entry
             else:
                 if place.is_scale:
                     scales.append((name, place))
                 if place.is_here:
                     arrived.append((place, number))
-        problems += self._check_scales(came, scales)
+        problems += self._check_scales(fillers, scales)
         if problems:
             raise ValueError(
                 f"update.add: {len(problems)} of the tensors do not fit the model; none of this "
                 f"call was written:\n{listed(problems)}"
             )
-        if has_twins:  # of those that fill the same, the last one is written
+        if has_twins:  # of tensors that fill the same parts, the last one is written
             arrived = list({(x.home, x.parts): (x, number) for x, number in arrived}.values())
-        bucket = Bucket(tensors, came, arrived)
+        bucket = Bucket(tensors, fillers, arrived)
         if not (has_twins or has_strangers or scales):
             self._places.buckets.keep(names, inner, bucket)
         return bucket
@@ -192,7 +192,7 @@ class Update:
     def _judge(
         self, name: str, inner: str, tensor: torch.Tensor, problems: list[str]
     ) -> Place | None:
-        """Find the place of a tensor; None for what is passed over, and what is a problem."""
+        """Find the place of a tensor; None if it is skipped, or a problem, which is noted."""
         arrival = Arrival.of(name, tensor)
         try:
             place = self._places.find(inner, self._model)
@@ -207,13 +207,13 @@ class Update:
         return place
 
     def _check_scales(
-        self, came: dict[str, Came], scales: list[tuple[str, Place]]
+        self, fillers: dict[str, Filler], scales: list[tuple[str, Place]]
     ) -> Iterator[str]:
-        """Yield a sentence for codes and scales of what is not FP8, and for an unknown cut."""
+        """Yield a sentence for each scale of a weight that is not FP8, and for each unknown cut."""
         inventory = self._places.inventory
         for name, place in scales:
             weights = [part.removesuffix(SCALE_SUFFIX) for part in place.parts]
-            others = (came.get(part) or self._came.get(part) for part in weights)
+            others = (fillers.get(part) or self._fillers.get(part) for part in weights)
             other = next((x for x in others if x is not None and not x[2]), None)
             if other is not None:
                 yield f"{name}: extra, the scale of {other[0]}, which did not come in FP8"
@@ -225,19 +225,19 @@ class Update:
                     "(experts.0.gate_proj.weight and such), or in 16 bits"
                 )
         if self._has_scales:
-            for part, (name, _, is_fp8) in came.items():
-                scale = None if is_fp8 else self._came.get(part + SCALE_SUFFIX)
+            for part, (name, _, is_fp8) in fillers.items():
+                scale = None if is_fp8 else self._fillers.get(part + SCALE_SUFFIX)
                 if scale is not None:
                     yield f"{name}: its scale {scale[0]} came before, but it is not FP8"
 
     def _close(self) -> None:
-        """Let follow what is made of weights; nothing can be added from then on."""
+        """Update the tensors that are made of weights; nothing can be added from then on."""
         writer, self._writer = self._writer, None
         if writer is not None and self._begun:
             writer.follow()
 
     def _check_complete(self) -> None:
-        """Raise ValueError unless all parts of what was begun have come."""
+        """Raise ValueError unless all parts of each tensor that was begun have come."""
         missing = list(self._missing())
         if missing:
             more = f" and {len(missing) - _NUM_NAMED} more" if len(missing) > _NUM_NAMED else ""
@@ -250,20 +250,20 @@ class Update:
     def _missing(self) -> Iterator[str]:
         whole = {home for bucket in self._known_buckets for home in bucket.whole}
         rest = self._begun.keys() - whole if not self._has_codes else self._begun.keys()
-        came = self._came if rest else {}
+        fillers = self._fillers if rest else {}
         for home in self._begun if rest else ():
-            if home not in rest or (not self._has_codes and home.needed.keys() <= came.keys()):
+            if home not in rest or (not self._has_codes and home.needed.keys() <= fillers.keys()):
                 continue
             for part in home.needed:
-                weight = came.get(part)
+                weight = fillers.get(part)
                 if weight is None:
                     yield part
-                elif weight[2] and part + SCALE_SUFFIX not in came:
+                elif weight[2] and part + SCALE_SUFFIX not in fillers:
                     yield part + SCALE_SUFFIX
 
 
 def _named(named_tensors: NamedTensors) -> tuple[_Names, _Tensors]:
-    """Names, and the tensors that have them. Raises TypeError for anything else."""
+    """Return the names and their tensors. Raises TypeError for anything else."""
     if isinstance(named_tensors, str | torch.Tensor) or not isinstance(named_tensors, Iterable):
         raise TypeError(f"{_RULE}, got {type(named_tensors).__name__}")
     if isinstance(named_tensors, Mapping):

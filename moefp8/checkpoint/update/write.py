@@ -1,4 +1,4 @@
-"""Write what came for a model into its tensors, on the current streams of their devices."""
+"""Write the tensors of a trainer into a model, on the current streams of their devices."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
@@ -19,15 +19,15 @@ from .place import Home, Place
 from .places import Places
 
 FOLLOWERS: list[Callable[[nn.Module], Iterable[torch.Tensor]]] = []
-"""What else is made of a model's weights: each makes it again where these have changed, in the same
-memory, and yields its tensors."""
+"""Each updates tensors that are made of a model's weights, in the same memory, where these have
+changed, and yields them."""
 
 _DTYPE, _IS_NEG = attrgetter("dtype"), torch.Tensor.is_neg
 _AT_ONCE = 256  # matrices of one launch; so many that are copied first take memory at once
 
 
 class _Stack:
-    """An FP8 weight and its `codes`, as kernels write them: W^T too, if it is kept."""
+    """An FP8 weight and its `codes`, as kernels write them: also W^T, if it is kept."""
 
     def __init__(self, home: Home, weight: torch.Tensor, scale_inv: torch.Tensor) -> None:
         self.weight, size = weight, home.num_matrices
@@ -45,7 +45,7 @@ class _Stack:
     ) -> None:
         """Quantize matrices [N, K] into their places.
 
-        dtype: that of all, if a kernel can read all as they lie.
+        dtype: of all matrices, if a kernel can read all of them in their layouts.
         """
         # Only the imaginary parts of complex numbers are negated later; none have BF16.
         if dtype is torch.bfloat16 or (dtype is not None and not any(map(_IS_NEG, matrices))):
@@ -81,7 +81,7 @@ class Writer:
         self._matrices: dict[Home, tuple[torch.Tensor, ...]] = {}
         self._masters: set[Home] = set()
         self._copied: set[Home] = set()  # FP8 weights whose W^T was not written with them
-        # Parts of master weights whose codes, or scales, were written; those of both are scaled.
+        # Parts of master weights whose codes, or scales, were written; parts in both are scaled.
         self._codes: set[str] = set()
         self._scales: set[str] = set()
 
@@ -89,7 +89,7 @@ class Writer:
     def write(
         self, bucket: Bucket, tensors: Sequence[torch.Tensor], device: torch.device | None
     ) -> None:
-        """Write the tensors of a bucket. device: that of all, by `device_of_all`."""
+        """Write the tensors of a bucket. device: as `device_of_all` returns it."""
         copies: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         halves: list[str] = []
         written: set[ModelTensor] = set()
@@ -115,7 +115,7 @@ class Writer:
                 targets, sources = copies.setdefault(key, ([], []))
                 targets.append(target)
                 sources.append(source)
-        # In this mode, a view of another dtype counts no version of what it is a view of.
+        # In this mode, a write to a view of another dtype counts no version of its base.
         changed = [self.tensors[owner] for owner in written]
         torch.autograd.graph.increment_version([x for x in changed if not x.is_inference()])
         for targets, sources in copies.values():
@@ -126,7 +126,7 @@ class Writer:
 
     @torch.inference_mode()  # else tensors that were made in this mode could not be written to
     def follow(self) -> None:
-        """Make what is kept of changed weights again, in its memory."""
+        """Update all tensors that are made of changed weights, in their memory."""
         weights = [x for x in self.tensors.values() if x.dtype == E4M3]
         for follower in FOLLOWERS:
             weights += [x for x in follower(self.model) if x.dtype == E4M3]
@@ -145,7 +145,7 @@ class Writer:
         return self._stacks[home]
 
     def _quantize_whole(self, place: Place, tensor: torch.Tensor) -> None:
-        """Quantize a weight of which a part is here: its blocks may have rows of other ranks."""
+        """Quantize a whole weight and write this rank's part: a block may cross ranks."""
         slot, inventory = place.slot, self.places.inventory
         weight = self.tensors[slot.owner]
         num_parts = 1 if slot.index else place.home.parts
@@ -176,7 +176,7 @@ class Writer:
     def _copies(
         self, place: Place, tensor: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield pairs of what is written and what is copied there."""
+        """Yield pairs (target, source) of copies."""
         if place.is_weight:
             tensor = _bytes(tensor)
         if place.count and tensor.ndim == 2:
