@@ -138,13 +138,15 @@ def _launch_copies(
     """Copy operands so that kernels can address them, H padded to a multiple of 16, then launch."""
     more = -inputs.x.shape[1] % 16
     gate, up = (fitting(pad(w, (0, more))) for w in (inputs.gate, inputs.up))
-    gate_scale_inv = inputs.gate_scale_inv.contiguous()
+    scales: tuple[torch.Tensor, ...] = inputs.gate_scale_inv, inputs.up_scale_inv
+    if scales[0].stride() != scales[1].stride():  # even contiguous single rows may differ
+        scales = tuple([x.clone(memory_format=torch.contiguous_format) for x in scales])
     fit = inputs._replace(
         x=pad(inputs.x, (0, more)).contiguous(),
         gate=gate,
-        gate_scale_inv=gate_scale_inv,
+        gate_scale_inv=scales[0],
         up=with_strides_of(gate, up),
-        up_scale_inv=with_strides_of(gate_scale_inv, inputs.up_scale_inv),
+        up_scale_inv=scales[1],
         down=fitting(pad(inputs.down, (0, 0, 0, more))),
     )
     if not more:
