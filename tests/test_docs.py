@@ -133,15 +133,15 @@ def run_command(arguments: list[str], line: str) -> None:
         return
     if torch.cuda.is_available():
         done = run_module(["moefp8", *arguments])
-        status, told = done.returncode, done.stderr
+        status, errors = done.returncode, done.stderr
     else:  # in this process, which has imported what takes seconds
-        status, _, told = surface.run_command(*arguments)
+        status, _, errors = surface.run_command(*arguments)
     if arguments[0] == "serve":
-        assert "pip install 'transformers[serving]'" in told, f"{line}\n{told}"
+        assert "pip install 'transformers[serving]'" in errors, f"{line}\n{errors}"
     elif arguments[0] == "bench" and "--ranks" not in arguments:
-        assert "needs a Hopper GPU" in told, f"{line}\n{told}"
+        assert "needs a Hopper GPU" in errors, f"{line}\n{errors}"
     else:
-        assert status == 0, f"{line}\n{told}"
+        assert status == 0, f"{line}\n{errors}"
 
 
 def run_ranks(arguments: list[str], line: str) -> None:

@@ -109,8 +109,8 @@ def test_every_worker_begins_with_slow_files():
     assert {*items} == {*before}
     begins = [items[part * 50].path for part in range(3)]
     assert begins == ["c", "b", "e"]
-    of_files = [[x.number for x in items if x.path == path] for path in sizes]
-    assert of_files == [list(range(size)) for size in sizes.values()]
+    by_file = [[x.number for x in items if x.path == path] for path in sizes]
+    assert by_file == [list(range(size)) for size in sizes.values()]
     for path in ("b", "c", "e"):  # no test comes between those of a file
         places = [i for i, x in enumerate(items) if x.path == path]
         assert places[-1] - places[0] == len(places) - 1

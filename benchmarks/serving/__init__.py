@@ -7,7 +7,7 @@
 
 It needs the packages of the engines that it runs (pip install vllm, pip install sglang). A
 checkpoint of random weights is written for each model, and each engine serves it in a process of
-its own, in turns: prompts are drawn anew for each round, and no prefix is cached. Reading order:
+its own, in turns: each round has new prompts, and no prefix is cached. Reading order:
 `models`, `engine` (a process), `vllm` and `sglang` (what it calls), `shares` (where a step goes),
 `table`.
 """

@@ -79,15 +79,15 @@ def _about(results: dict[str, Any], packages: list[str]) -> str:
     versions = {x: ", ".join(versions_of(rows, x)) for x in packages}
     ran = " and ".join(f"{PACKAGES[x]} {versions[x]} with {graphs[x]}" for x in packages)
     owners = " or ".join(f"{PACKAGES[x]}'s" for x in packages)
-    told = (
+    text = (
         f"{ran} on one {gpu}, no prefix cached: tokens per second with moefp8, and "
         f"how many times as fast as {owners} own layers that is; in brackets for the first request "
         "of a kind after a start. "
     )
     if VLLM in packages:
-        told += "The last column: which part of the GPU's time experts take with moefp8"
-        told += f"{' in vLLM' * (len(packages) > 1)}. "
-    return told + _medians(rows)
+        text += "The last column: which part of the GPU's time experts take with moefp8"
+        text += f"{' in vLLM' * (len(packages) > 1)}. "
+    return text + _medians(rows)
 
 
 def _medians(rows: list[Row]) -> str:

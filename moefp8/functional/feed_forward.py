@@ -5,12 +5,11 @@ T tokens, H hidden, I intermediate.
 
 import math
 from collections.abc import Iterator
-from functools import partial
 from typing import NamedTuple
 
 import torch
 
-from ..kernels.common.blocks import E4M3, TMA_BYTES, num_blocks
+from ..kernels.common.blocks import E4M3, num_blocks
 from ..kernels.common.checks import (
     FLOATS,
     check_rows_contiguous,
@@ -34,7 +33,7 @@ from ..kernels.program import (
     Span,
     Target,
     Tensor,
-    kernels_of,
+    kernels_at_any_address,
     prepare_launches,
 )
 from ..quant.numerics import quantize_1x128
@@ -121,7 +120,7 @@ def _launch_into(
     tensors, driver = inputs[:7], current_driver()
     key = (
         (_OP, *[layout_of(x) for x in tensors]),
-        tuple([x.data_ptr() % 16 for x in tensors]),
+        tuple([x.data_ptr() % 16 for x in (inputs.x, inputs.gate, inputs.up, inputs.down)]),
         (gate_up is None, inputs.swiglu_limit, inputs.batch_invariant, driver.max_sms),
     )
     entry = prepared(key, lambda: _prepare(y, inputs, gate_up))
@@ -259,8 +258,7 @@ def feed_forward_kernels(
         )
         return r
 
-    for alignment in (TMA_BYTES, dtype.itemsize):
-        yield from kernels_of(partial(describe, alignment=alignment), most_tokens)
+    return kernels_at_any_address(describe, most_tokens, dtype.itemsize)
 
 
 feed_forward = register_inputs(

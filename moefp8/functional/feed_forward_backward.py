@@ -6,12 +6,11 @@ quantized to 1x128, gate and up separately; dX = d[gate | up] W_gate_up.
 
 import math
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
-from ..kernels.common.blocks import BLOCK, MIN_GRADIENT_AMAX, TMA_BYTES, round_up
+from ..kernels.common.blocks import BLOCK, MIN_GRADIENT_AMAX, round_up
 from ..kernels.common.checks import FLOATS, check_same_device, check_shape, check_tensor
 from ..kernels.common.prepared import Launches, layout_of, prepared
 from ..kernels.common.registry import register_inputs
@@ -26,7 +25,7 @@ from ..kernels.program import (
     Span,
     Target,
     Tensor,
-    kernels_of,
+    kernels_at_any_address,
     prepare_launches,
 )
 from ..quant.numerics import quantize_1x128
@@ -210,8 +209,7 @@ def backward_kernels(
         )
         return r
 
-    for alignment in (TMA_BYTES, torch.bfloat16.itemsize):
-        yield from kernels_of(partial(describe, alignment=alignment), most_tokens)
+    return kernels_at_any_address(describe, most_tokens, torch.bfloat16.itemsize)
 
 
 feed_forward_backward = register_inputs(

@@ -5,12 +5,11 @@ The gradient in x is a linear with the transposed weight, dX = dY W: dY is quant
 """
 
 from collections.abc import Iterator
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
-from ..kernels.common.blocks import E4M3, MIN_AMAX, MIN_GRADIENT_AMAX, TMA_BYTES, num_blocks
+from ..kernels.common.blocks import E4M3, MIN_AMAX, MIN_GRADIENT_AMAX, num_blocks
 from ..kernels.common.checks import (
     FLOATS,
     check_bias,
@@ -33,7 +32,7 @@ from ..kernels.program import (
     Span,
     Target,
     Tensor,
-    kernels_of,
+    kernels_at_any_address,
     layouts,
     prepare_launches,
 )
@@ -192,8 +191,7 @@ def linear_kernels(
         )
         return r
 
-    for alignment in (TMA_BYTES, dtype.itemsize):
-        yield from kernels_of(partial(describe, alignment=alignment), most_tokens)
+    return kernels_at_any_address(describe, most_tokens, dtype.itemsize)
 
 
 fp8_linear = register_inputs(_OP, LinearInputs, "Tensor", cpu=_body, fake=_allocate, hopper=_launch)

@@ -4,7 +4,6 @@ Numerics are those of `numerics.py`; the kernels for Hopper GPUs are in `quantiz
 """
 
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,7 +25,15 @@ from ..kernels.common.prepared import layout_of, prepared
 from ..kernels.common.registry import register
 from ..kernels.gemm.tuned import target_of
 from ..kernels.jit import Kernel, Launch
-from ..kernels.program import Codes, Record, Span, Target, Tensor, kernels_of, prepare_launch
+from ..kernels.program import (
+    Codes,
+    Record,
+    Span,
+    Target,
+    Tensor,
+    kernels_at_any_address,
+    prepare_launch,
+)
 from . import numerics
 
 Quantized = tuple[torch.Tensor, torch.Tensor]  # data, scale_inv
@@ -164,8 +171,7 @@ def quantize_kernels(
         describe_quantize(r, x, r.codes("rows", (1, span.first, k)).first(), cut)
         return r
 
-    for alignment in (TMA_BYTES, dtype.itemsize):
-        yield from kernels_of(partial(describe, alignment=alignment), most_rows)
+    return kernels_at_any_address(describe, most_rows, dtype.itemsize)
 
 
 def launch_quantize(

@@ -70,24 +70,24 @@ def test_an_engine_that_did_not_run_is_told():
     measured = row(
         moefp8={"runs": [run(100.0)]}, deep_gemm={"runs": [], "refused": "it ended with 1: X"}
     )
-    told = tables({**ABOUT, "rows": [measured]})
-    assert "- experts of DeepGEMM with Some model: it ended with 1: X" in told
-    assert "| Some model | prefill 16 x 1000 | 160000 | - | - |" in told
+    text = tables({**ABOUT, "rows": [measured]})
+    assert "- experts of DeepGEMM with Some model: it ended with 1: X" in text
+    assert "| Some model | prefill 16 x 1000 | 160000 | - | - |" in text
 
 
 def test_engines_of_sglang_are_beside_each_other_and_beside_those_of_vllm():
     ours, theirs = {"runs": [run(100.0, of="sglang")]}, {"runs": [run(150.0, of="sglang")]}
     sglang = {"sglang_moefp8": ours, "sglang": theirs}
     vllm = {"moefp8": {"runs": [run(80.0)]}, "default": {"runs": [run(160.0)]}}
-    told = tables({**ABOUT, "rows": [row(**sglang)]})
-    assert "| model | phase | SGLang with moefp8, tokens/s | times as fast as SGLang's d" in told
-    assert "| Some model | prefill 16 x 1000 | 160000 | 1.50 (1.50) |\n" in told
-    assert "| Some model | SGLang's default | - | 60.0 | - |" in told
-    assert "SGLang 0.26.0 with CUDA graphs on one a CPU" in told
-    assert "vLLM" not in told
-    told = tables({**ABOUT, "rows": [row(**vllm, **sglang)]})
-    assert "| prefill 16 x 1000 | 200000 | 2.00 (2.00) | 160000 | 1.50 (1.50) | - |\n" in told
-    assert "and CUDA graphs and SGLang 0.26.0 with CUDA graphs on one a CPU" in told
+    text = tables({**ABOUT, "rows": [row(**sglang)]})
+    assert "| model | phase | SGLang with moefp8, tokens/s | times as fast as SGLang's d" in text
+    assert "| Some model | prefill 16 x 1000 | 160000 | 1.50 (1.50) |\n" in text
+    assert "| Some model | SGLang's default | - | 60.0 | - |" in text
+    assert "SGLang 0.26.0 with CUDA graphs on one a CPU" in text
+    assert "vLLM" not in text
+    text = tables({**ABOUT, "rows": [row(**vllm, **sglang)]})
+    assert "| prefill 16 x 1000 | 200000 | 2.00 (2.00) | 160000 | 1.50 (1.50) | - |\n" in text
+    assert "and CUDA graphs and SGLang 0.26.0 with CUDA graphs on one a CPU" in text
 
 
 class FakeVllm:

@@ -18,7 +18,7 @@ _IMPORTED = ["torch.distributed.fsdp", "torch.distributed.checkpoint", "hypothes
 
 
 def start_method() -> str:
-    """How processes of ranks start. A GPU's are started anew: they may read other variables."""
+    """How processes of ranks start. With a GPU they start afresh: they may read other variables."""
     if torch.cuda.is_available():
         return "spawn"
     torch.multiprocessing.get_context("forkserver").set_forkserver_preload(_IMPORTED)

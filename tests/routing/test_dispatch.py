@@ -60,7 +60,7 @@ from tests.sampling import pairs
 FLAGS = True, False
 
 
-def of_dispatch(combine: Callable[..., Iterable[tuple[Any, ...]]]) -> list[jit.Kernel]:
+def dispatch_kernels(combine: Callable[..., Iterable[tuple[Any, ...]]]) -> list[jit.Kernel]:
     """combine: which values of several axes to take."""
     dtypes = *DTYPES, E4M3
     return [
@@ -75,10 +75,10 @@ def of_dispatch(combine: Callable[..., Iterable[tuple[Any, ...]]]) -> list[jit.K
 
 KERNELS = {
     "plan": [plan_kernel_of(ahead) for ahead in (1, 4)],
-    "dispatch": of_dispatch(product),
+    "dispatch": dispatch_kernels(product),
     "combine": [combine_kernel_of(x, flag) for x, flag in product(DTYPES, FLAGS)],
 }
-COMPILED = {**KERNELS, "dispatch": of_dispatch(pairs)}
+COMPILED = {**KERNELS, "dispatch": dispatch_kernels(pairs)}
 
 # ---- Compiling ----
 

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
-from ...kernels.common.blocks import MIN_AMAX, MIN_GRADIENT_AMAX, TMA_BYTES, num_blocks
+from ...kernels.common.blocks import MIN_AMAX, MIN_GRADIENT_AMAX, num_blocks
 from ...kernels.common.checks import (
     FLOATS,
     check_bias,
@@ -36,7 +36,7 @@ from ...kernels.program import (
     Span,
     Target,
     Tensor,
-    kernels_of,
+    kernels_at_any_address,
     layouts,
     prepare_launches,
 )
@@ -370,7 +370,7 @@ def linear(
     return y
 
 
-# ---- Launches ----
+# ---- The kernels ----
 
 
 class _Codes(NamedTuple):
@@ -512,8 +512,7 @@ def forward_kernels(
         )
         return r
 
-    for alignment in (TMA_BYTES, dtype.itemsize):
-        yield from kernels_of(partial(describe, alignment=alignment), most_tokens)
+    return kernels_at_any_address(describe, most_tokens, dtype.itemsize)
 
 
 _BACKWARD_INPUTS = "grad", "weight", "weight_scales", "x_columns", "x_columns_scales", "dx", "d"
@@ -592,5 +591,4 @@ def backward_kernels(
         )
         return r
 
-    for alignment in (TMA_BYTES, torch.bfloat16.itemsize):
-        yield from kernels_of(partial(describe, alignment=alignment), most_tokens)
+    return kernels_at_any_address(describe, most_tokens, torch.bfloat16.itemsize)

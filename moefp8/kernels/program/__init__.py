@@ -4,7 +4,7 @@ A description runs on any machine, from layouts alone. `place` finds memory for 
 steps, `prepare` makes launches, `kernels_of` lists kernels. This room knows no kernel by name.
 """
 
-from .listing import kernels_of
+from .listing import kernels_at_any_address, kernels_of
 from .place import check_early, place
 from .prepare import prepare_launch, prepare_launches
 from .record import (
@@ -33,6 +33,7 @@ __all__ = [
     "TensorMap",
     "Word",
     "check_early",
+    "kernels_at_any_address",
     "kernels_of",
     "layouts",
     "place",

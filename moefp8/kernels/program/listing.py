@@ -1,7 +1,9 @@
 """Which kernels an op needs for any number of tokens: some of its records have all of them."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
+from ..common.blocks import TMA_BYTES
 from ..jit import Kernel
 from .record import Record, Span
 
@@ -20,3 +22,14 @@ def kernels_of(describe: Callable[[Span], Record], most_tokens: int) -> Iterator
         span = Span(num_tokens, most_tokens)
         yield from describe(span).kernels
         num_tokens = span.last + 1
+
+
+def kernels_at_any_address(
+    describe: Callable[..., Record], most_tokens: int, element_size: int
+) -> Iterator[Kernel]:
+    """`kernels_of` with aligned inputs, and with inputs at any multiple of an element.
+
+    describe: makes the record for a span, and `alignment` in bytes.
+    """
+    for alignment in (TMA_BYTES, element_size):
+        yield from kernels_of(partial(describe, alignment=alignment), most_tokens)

@@ -108,8 +108,8 @@ def serve(
     )
     assert done.returncode == 0, done.stderr[-3000:]
     lines = (x for x in done.stdout.splitlines() if x.startswith("served:"))
-    told = (json.loads(x.removeprefix("served:")) for x in lines)
-    served = [Served(torch.tensor(x), torch.tensor(y), accepted) for x, y, accepted in told]
+    results = (json.loads(x.removeprefix("served:")) for x in lines)
+    served = [Served(torch.tensor(x), torch.tensor(y), accepted) for x, y, accepted in results]
     return served, done.stdout + done.stderr
 
 
@@ -250,7 +250,7 @@ def with_drafts(path: Path) -> Path:
     embeddings, norm = tensors["model.embed_tokens.weight"], tensors["model.norm.weight"]
     embeddings *= 20
     eye = torch.eye(len(norm), dtype=norm.dtype)
-    of_draft = {
+    draft_weights = {
         "enorm": norm,
         "hnorm": norm,
         "eh_proj": torch.cat([eye, torch.zeros_like(eye)], 1),
@@ -258,9 +258,9 @@ def with_drafts(path: Path) -> Path:
         "shared_head.norm": norm,
         "shared_head.head": tensors["lm_head.weight"],
     }
-    for name, x in of_draft.items():
+    for name, x in draft_weights.items():
         tensors[f"model.layers.{last}.{name}.weight"] = x.clone()
-    kept = [f"model.layers.{last}.{name}" for name in of_draft]
+    kept = [f"model.layers.{last}.{name}" for name in draft_weights]
     config["quantization_config"]["modules_to_not_convert"] += kept
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
     (path / "config.json").write_text(json.dumps(config))
