@@ -28,6 +28,7 @@ from collections.abc import Iterator
 import torch
 
 from ..kernels.common.blocks import BLOCK, MIN_GRADIENT_AMAX, round_up
+from ..kernels.gemm.config import GemmConfig
 from ..kernels.gemm.launch import GateUp
 from ..kernels.gemm.tuned import ANY_TARGET
 from ..kernels.jit import Kernel
@@ -42,7 +43,7 @@ from ..kernels.program import (
     kernels_of,
 )
 from ..routing.combine import describe_combine
-from ..routing.dispatch import describe_dispatch
+from ..routing.dispatch import Dispatched, describe_dispatch
 from .expert_configs import Sizes, describe_backward_configs, describe_configs, matrix_of
 from .expert_parts import (
     BF16_CALL,
@@ -193,22 +194,10 @@ def describe_experts_backward(
     """
     num_rows, h, i = sizes.num_tokens * sizes.top_k, sizes.hidden_size, sizes.intermediate_size
     first, second = describe_backward_configs(r, sizes)
-    rows = r.codes("rows", (1, num_rows, h))
-    dispatched = describe_dispatch(
-        r,
-        grad,
-        choices.ids,
-        rows,
-        sizes.num_experts,
-        x_scale_inv=grad_scales,
-        expert_offset=expert_offset,
-        min_amax=MIN_GRADIENT_AMAX,
+    dispatched, grad_activated = describe_grad_activated(
+        r, sizes, first, grad, grad_scales, choices.ids, weights.down, expert_offset
     )
     token_to_row, grad_weights = dispatched.maps.token_to_row, Place("grad_weights")
-    grad_activated = r.matrices("grad_activated", (1, num_rows, i), torch.bfloat16)
-    describe_rows_gemm(
-        r, first, rows, weights.down, grad_activated, sizes, dispatched, follows_dispatch=True
-    )
     grad_gate_up = r.codes("grad_gate_up", (1, num_rows, 2 * round_up(i, BLOCK)))
     is_first = r.matrices(
         "is_first", (1, sizes.num_tokens, sizes.top_k), torch.float32, sizes.top_k
@@ -242,6 +231,38 @@ def describe_experts_backward(
             grad_weights=grad_weights,
             word=Word("word"),
         )
+
+
+def describe_grad_activated(
+    r: Record,
+    sizes: Sizes,
+    config: GemmConfig,
+    grad: Tensor,
+    grad_scales: Tensor | None,
+    ids: Tensor,
+    down: Codes,
+    expert_offset: int,
+) -> tuple[Dispatched, Tensor]:
+    """The first two steps of a backward: dispatch, and the gradients of the activated values.
+
+    Returns the plan, and bf16 [1, R, I]. The arguments are those of `describe_experts_backward`;
+    down: W_down^T.
+    """
+    num_rows, h, i = sizes.num_tokens * sizes.top_k, sizes.hidden_size, sizes.intermediate_size
+    rows = r.codes("grad_rows", (1, num_rows, h))
+    dispatched = describe_dispatch(
+        r,
+        grad,
+        ids,
+        rows,
+        sizes.num_experts,
+        x_scale_inv=grad_scales,
+        expert_offset=expert_offset,
+        min_amax=MIN_GRADIENT_AMAX,
+    )
+    activated = r.matrices("grad_activated", (1, num_rows, i), torch.bfloat16)
+    describe_rows_gemm(r, config, rows, down, activated, sizes, dispatched, follows_dispatch=True)
+    return dispatched, activated
 
 
 def experts_backward_record(

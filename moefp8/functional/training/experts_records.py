@@ -27,9 +27,9 @@ from ...kernels.jit import Kernel
 from ...kernels.program import Codes, Place, Record, Span, Target, Tensor, kernels_of
 from ...quant.columns import column_codes, describe_columns, num_column_blocks
 from ...routing.combine import describe_combine
-from ...routing.dispatch import describe_dispatch
 from ..expert_configs import Sizes, describe_backward_configs
 from ..expert_parts import BF16_CALL, CallTensors, Choices, TransposedWeights, describe_rows_gemm
+from ..experts_records import describe_grad_activated
 from .swiglu_columns import describe_swiglu_columns
 
 # The addresses of a call, in order; those of optional tensors are 0 where there are none.
@@ -73,21 +73,10 @@ def describe_trained_backward(
     num_rows, h, i = sizes.num_tokens * sizes.top_k, sizes.hidden_size, sizes.intermediate_size
     num_columns = num_column_blocks(num_rows, sizes.num_experts)
     first, second = describe_backward_configs(r, sizes)
-    grad_rows = r.codes("grad_rows", (1, num_rows, h))
-    dispatched = describe_dispatch(
-        r,
-        grad,
-        choices.ids,
-        grad_rows,
-        sizes.num_experts,
-        expert_offset=expert_offset,
-        min_amax=MIN_GRADIENT_AMAX,
+    dispatched, grad_activated = describe_grad_activated(
+        r, sizes, first, grad, None, choices.ids, weights.down, expert_offset
     )
     _, offsets, token_to_row = dispatched.maps
-    grad_activated = r.matrices("grad_activated", (1, num_rows, i), torch.bfloat16)
-    describe_rows_gemm(
-        r, first, grad_rows, weights.down, grad_activated, sizes, dispatched, follows_dispatch=True
-    )
     rows = r.codes("grad_gate_up_rows", (1, num_rows, 2 * round_up(i, BLOCK)))
     gate_up_columns = column_codes(r, "gate_up_columns", num_columns, 2 * i)
     activated_columns = column_codes(r, "activated_columns", num_columns, i, blocks=blocks)
