@@ -22,7 +22,7 @@ from benchmarks.peers import BF16, Peer
 
 UNITS = {"us": "us", "tflops": "TFLOP/s", "gbps": "GB/s"}
 LINEARS, EXPERTS, ADAPTED = "linears", "experts", "adapted"
-DGRAD, TRANSPOSE, SWIGLU_COLUMNS = "dgrad", "transpose", "swiglu_columns"
+DGRAD, TRANSPOSE, SWIGLU_COLUMNS = "dgrad", "transpose", "activation_columns"
 OF_EXPERTS = EXPERTS, ADAPTED
 
 

@@ -10,11 +10,11 @@ import torch
 
 from benchmarks.gradient_cases import Results, error_of
 from benchmarks.peers import OURS
-from moefp8.functional.swiglu import empty_gate_up, swiglu_grad
-from moefp8.functional.training.swiglu_columns import (
-    SwigluColumnsGradients,
-    SwigluColumnsInputs,
-    swiglu_columns_backward,
+from moefp8.functional.activation import activate_grad, empty_gate_up
+from moefp8.functional.training.activation_columns import (
+    ActivationColumnsGradients,
+    ActivationColumnsInputs,
+    activation_columns_backward,
 )
 from moefp8.kernels import E4M3, num_blocks, round_up
 from moefp8.quant import BlockScaled, dequantize, quantize_1x128
@@ -23,7 +23,7 @@ from moefp8.quant import BlockScaled, dequantize, quantize_1x128
 class SwigluCase(NamedTuple):
     """Tokens of each of some experts, a multiple of 128, and I.
 
-    saved_dtype: of gate and up. blocks: as in `SwigluColumnsInputs`.
+    saved_dtype: of gate and up. blocks: as in `ActivationColumnsInputs`.
     """
 
     num_experts: int
@@ -50,7 +50,7 @@ SWIGLU_CASES = tuple(
 @dataclass(frozen=True)
 class SwigluOfExperts:
     case: SwigluCase
-    inputs: SwigluColumnsInputs
+    inputs: ActivationColumnsInputs
     bytes: torch.Tensor  # half as many as are moved
 
     @classmethod
@@ -67,7 +67,7 @@ class SwigluOfExperts:
         offsets = torch.arange(case.num_experts + 1, device=device) * case.tokens
         rows = torch.randperm(num_rows, device=device).view(-1, 8).int()
         weights = torch.rand(rows.shape, device=device)
-        inputs = SwigluColumnsInputs(
+        inputs = ActivationColumnsInputs(
             grad, gate_up, scales, offsets.int(), rows, weights, None, case.blocks
         )
         moved = _bytes_moved(inputs)
@@ -75,7 +75,7 @@ class SwigluOfExperts:
 
     def differentiate(self) -> Results:
         """Blocks that no expert has, one behind each, are left out."""
-        codes, scale_inv, *columns, of_weights, is_first = swiglu_columns_backward(*self.inputs)
+        codes, scale_inv, *columns, of_weights, is_first = activation_columns_backward(*self.inputs)
         of_experts = (x.unflatten(0, (self.case.num_experts, -1))[:, :-1] for x in columns)
         return Results((codes, scale_inv, *of_experts, of_weights, is_first))
 
@@ -99,7 +99,7 @@ class SwigluOfExperts:
         }
 
     def _errors(self, results: Results) -> dict[str, float]:
-        found, (num_rows, size) = SwigluColumnsGradients(*results), self.inputs.grad.shape
+        found, (num_rows, size) = ActivationColumnsGradients(*results), self.inputs.grad.shape
         end = self.case.tokens
         gate_up = self.inputs.gate_up
         if self.inputs.gate_up_scale_inv is None:
@@ -110,7 +110,7 @@ class SwigluOfExperts:
         weights = self.inputs.top_k_weights.new_empty(num_rows)
         weights[self.inputs.token_to_row.flatten().long()] = self.inputs.top_k_weights.flatten()
         weights, grad = weights[:end, None], self.inputs.grad[:end].float()
-        *of_halves, activated = swiglu_grad(grad, *gate_up.float().unbind(1))
+        *of_halves, activated = activate_grad(grad, *gate_up.float().unbind(1))
         of_gate_up = torch.stack(of_halves, 1) * weights[:, None]
         rows = dequantize(BlockScaled(found.codes[:end], found.scale_inv[:end])).float()
         of_rows = (grad * activated).sum(1)
@@ -128,7 +128,7 @@ class SwigluOfExperts:
         }
 
 
-def _bytes_moved(inputs: SwigluColumnsInputs) -> int:
+def _bytes_moved(inputs: ActivationColumnsInputs) -> int:
     """Elements that are read, codes and scales that are written, in whole column blocks."""
     tensors = inputs.grad, inputs.gate_up, inputs.gate_up_scale_inv
     read = sum(x.numel() * x.element_size() for x in tensors if x is not None)

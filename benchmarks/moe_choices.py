@@ -24,7 +24,7 @@ from benchmarks.timing import Call, captured, device_us, graph_us_many, layer_us
 from moefp8 import GroupedExperts, MoE
 from moefp8.distributed.shard import own_choices
 from moefp8.functional import expert_parts
-from moefp8.functional.swiglu import swiglu
+from moefp8.functional.activation import activate
 from moefp8.kernels import jit
 from moefp8.kernels.common.blocks import E4M3, ceil_div
 from moefp8.layers import moe as moe_room
@@ -89,7 +89,7 @@ def shared_experts(experts: GroupedExperts) -> Iterator[Row]:
         yield {"what": "shared experts in a graph, us", "tokens": tokens, **times}
 
     def three_linears(x: torch.Tensor) -> torch.Tensor:
-        return shared.down_proj(swiglu(shared.gate_proj(x), shared.up_proj(x), None))
+        return shared.down_proj(activate(shared.gate_proj(x), shared.up_proj(x), None))
 
     for tokens in (1, MANY_TOKENS):
         x = random_tokens(tokens, device)

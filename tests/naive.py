@@ -127,7 +127,7 @@ def sigmoid_group_topk(
     return index, [w / total * factor for w in weights]
 
 
-def swiglu(gate: torch.Tensor, up: torch.Tensor, limit: float | None) -> torch.Tensor:
+def activate(gate: torch.Tensor, up: torch.Tensor, limit: float | None) -> torch.Tensor:
     if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return gate / (1 + (-gate).exp()) * up
@@ -151,7 +151,7 @@ def experts(
                 continue
             x = hidden_states[token].double()
             gate, up = (gate_up[expert].double() @ x).chunk(2)
-            result[token] += weight * (down[expert].double() @ swiglu(gate, up, limit))
+            result[token] += weight * (down[expert].double() @ activate(gate, up, limit))
     return result
 
 
@@ -174,7 +174,7 @@ def fp8_feed_forward(
     """SwiGLU of x [T, H] on E4M3 weights [I, H] and [H, I], rounded where kernels do; bf16."""
     x = rounded_to_fp8(x)
     gated = x @ values(gate, gate_scale_inv, 128).T
-    activated = swiglu(gated, x @ values(up, up_scale_inv, 128).T, limit)
+    activated = activate(gated, x @ values(up, up_scale_inv, 128).T, limit)
     return (rounded_to_fp8(activated) @ values(down, down_scale_inv, 128).T).bfloat16()
 
 
@@ -251,7 +251,7 @@ def fp8_feed_forward_grad(
     saved = [y.float().bfloat16() for y in saved]
     saved = [rounded_to_fp8(y) if saved_in_fp8 else y.double() for y in saved]
     saved = [y.requires_grad_() for y in saved]
-    activated = swiglu(*saved, limit)
+    activated = activate(*saved, limit)
     of_activated = through_fp8(grad, down, down_scale_inv).float().bfloat16().double()
     of_gate, of_up = torch.autograd.grad(activated, saved, of_activated * weight)
     of_x = through_fp8(of_gate, gate, gate_scale_inv) + through_fp8(of_up, up, up_scale_inv)

@@ -12,7 +12,7 @@ from benchmarks.training.cases import LayerStep, LinearStep
 from benchmarks.training.kernels import Quantize, Wgrad
 
 LINEARS, GROUPED, LAYERS = "linears", "grouped", "layers"
-WGRAD, QUANTIZERS, SWIGLU = "wgrad", "quantizers", "swiglu_columns"
+WGRAD, QUANTIZERS, SWIGLU = "wgrad", "quantizers", "activation_columns"
 
 _QUANTIZERS: Mapping[str, Peer] = {
     OURS: Peer("moefp8", "codes", lambda operands: operands.quantize()),

@@ -8,11 +8,15 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..functional.activation import empty_gate_up
+from ..functional.activation_rows import (
+    ActivationGradients,
+    activation_rows,
+    activation_rows_backward,
+)
 from ..functional.autograd import first_order, no_gradients, records
 from ..functional.grouped_bf16 import add_low_rank, grouped_outer
 from ..functional.grouped_linear import grouped_dgrad
-from ..functional.swiglu import empty_gate_up
-from ..functional.swiglu_rows import SwigluGradients, swiglu_rows, swiglu_rows_backward
 from ..kernels.common.blocks import BLOCK, num_blocks
 from ..kernels.gemm.grouped import m_grouped_fp8_gemm_nt_contiguous
 from ..quant.quantize import quantize_1x128, quantize_gradient_1x128
@@ -122,7 +126,7 @@ def _forward(inputs: Inputs) -> tuple[torch.Tensor, Saved, RoutingPlan]:
         multiply(quantized, half, d, expert_offsets=offsets)
     if gate_up_adapter is not None:
         u_of_gate_up = gate_up_adapter.add_to(gate_up, rows.bfloat16(), offsets)
-    activated = swiglu_rows(gate_up, inputs.swiglu_limit)
+    activated = activation_rows(gate_up, inputs.swiglu_limit)
     y = x.new_empty((len(rows), h), dtype=torch.bfloat16)
     down = inputs.down_proj, inputs.down_proj_scale_inv
     multiply(quantize_1x128(activated, False), down, y, expert_offsets=offsets)
@@ -170,14 +174,14 @@ def _backward(
     grad_activated = grouped_dgrad(*quantized, *down_proj, offsets, 1, keep_transposed)
     if down_adapter is not None:
         v_of_down = down_adapter.add_gradient_to(grad_activated, dy, offsets)
-    through = SwigluGradients(
-        *swiglu_rows_backward(
+    through = ActivationGradients(
+        *activation_rows_backward(
             grad_activated, saved.gate_up, plan.token_to_row, weights, inputs.swiglu_limit
         )
     )
     gradients["top_k_weights"] = through.grad_weights.to(weights.dtype)
     if down_adapter is not None and saved.u_of_down is not None:
-        activated = swiglu_rows(saved.gate_up, inputs.swiglu_limit)
+        activated = activation_rows(saved.gate_up, inputs.swiglu_limit)
         v, u = (
             (through.weight_of_row[:, None] * z).bfloat16() for z in (v_of_down, saved.u_of_down)
         )

@@ -34,6 +34,7 @@ from ..quant.quantize import quantize_1x128 as quantize_op
 from ..routing.combine import combine_rows
 from ..routing.dispatch import dispatch_rows
 from ..routing.plan import build_maps
+from .activation import activate, check_limit, empty_gate_up
 from .autograd import first_order, no_gradients, records
 from .expert_configs import Sizes
 from .expert_parts import (
@@ -47,7 +48,6 @@ from .expert_parts import (
 from .experts_backward import experts_backward
 from .experts_records import INPUTS, describe_experts, num_parts_of
 from .parts import split
-from .swiglu import check_limit, empty_gate_up, swiglu
 
 _OP = "experts"
 
@@ -66,7 +66,7 @@ class ExpertsInputs(NamedTuple):
     gate_up_proj_scale_inv: fp32 [E, 2 ceil(I/128), ceil(H/128)].
     down_proj: e4m3 [E, H, I].
     down_proj_scale_inv: fp32 [E, ceil(H/128), ceil(I/128)].
-    swiglu_limit: see `swiglu`.
+    swiglu_limit: see `activate`.
     masked: whether, on a GPU, every expert has T rows of memory, and not only one for each of its
         tokens; the result is the same.
     expert_offset, num_global_experts: for a rank of expert parallelism, the id of its first expert,
@@ -161,7 +161,7 @@ def _body(inputs: ExpertsInputs, gate_up: torch.Tensor | None = None) -> torch.T
         )
         if gate_up is not None:
             gate_up[begin:end, 0], gate_up[begin:end, 1] = gate, up
-        activated = quantize_1x128(swiglu(gate, up, inputs.swiglu_limit, exact=is_on_cpu))
+        activated = quantize_1x128(activate(gate, up, inputs.swiglu_limit, exact=is_on_cpu))
         down_weights = down_proj[expert], down_scales[expert]
         rows[begin:end] = product(*activated, *down_weights)
     return combine_rows(rows, token_to_row, top_k_weights, inputs.addend)

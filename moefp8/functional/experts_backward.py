@@ -36,13 +36,13 @@ from ..quant.numerics import quantize_1x128
 from ..routing.combine import combine_rows
 from ..routing.dispatch import dispatch_rows
 from ..routing.plan import build_maps
+from .activation import is_readable, readable_saved
+from .activation_rows import weights_of_rows
 from .expert_configs import Sizes
 from .expert_parts import Choices, Combine, TransposedWeights, results_layout
 from .experts_records import BACKWARD_INPUTS, describe_experts_backward, num_parts_of
-from .feed_forward_backward import through_swiglu
+from .feed_forward_backward import through_activation
 from .parts import split
-from .swiglu import is_readable, readable_saved
-from .swiglu_rows import weights_of_rows
 from .transposed import transposed
 
 _OP = "experts_backward"
@@ -131,7 +131,7 @@ def _body(inputs: ExpertsBackwardInputs) -> Gradients:
         down_weights = down_proj[expert].mT, down_scales[expert].mT
         grad_activated = block_scaled_matmul(data[begin:end], scale_inv[begin:end], *down_weights)
         halves = gate_up_proj[expert].split(i), gate_up_proj_scales[expert].split(num_blocks(i))
-        rows[begin:end], products[begin:end] = through_swiglu(
+        rows[begin:end], products[begin:end] = through_activation(
             grad_activated.bfloat16(),
             gate_up[begin:end],
             weight_of_row[begin:end, None],

@@ -13,7 +13,7 @@ A backward, which first transposes each weight if no transpose of it is kept:
 1. `routing/dispatch.cu` plans the routing as the forward did, and quantizes the gradient of
    every token.
 2. `gemm.cu` with W_down^T.
-3. `swiglu_backward.cu`: the activation again, the gradients of scores, of gate and of up.
+3. `activation_backward.cu`: the activation again, the gradients of scores, of gate and of up.
 4. `gemm.cu` with W_gate_up^T.
 5. `routing/combine.cu`: the sum of every token's rows, in a fixed order.
 
@@ -44,6 +44,7 @@ from ..kernels.program import (
 )
 from ..routing.combine import describe_combine
 from ..routing.dispatch import Dispatched, describe_dispatch
+from .activation import describe_activation_backward
 from .expert_configs import Sizes, describe_backward_configs, describe_configs, matrix_of
 from .expert_parts import (
     BF16_CALL,
@@ -55,7 +56,6 @@ from .expert_parts import (
     describe_rows_gemm,
 )
 from .parts import parts_of
-from .swiglu import describe_swiglu_backward
 
 # The addresses of a call, in order; those of optional tensors are 0 where there are none.
 INPUTS = (
@@ -188,7 +188,7 @@ def describe_experts_backward(
 
     Args:
         grad: [T, H], columns contiguous; e4m3 with grad_scales, fp32 [T, ceil(H/128)].
-        saved, saved_scales: as in `describe_swiglu_backward`.
+        saved, saved_scales: as in `describe_activation_backward`.
         dx: bf16 [T, H], contiguous.
         combine: replaces `describe_combine`.
     """
@@ -203,7 +203,7 @@ def describe_experts_backward(
         "is_first", (1, sizes.num_tokens, sizes.top_k), torch.float32, sizes.top_k
     )
 
-    describe_swiglu_backward(
+    describe_activation_backward(
         r,
         grad_activated,
         saved,

@@ -38,8 +38,8 @@ from ..kernels.program import (
 )
 from ..quant.numerics import quantize_1x128
 from ..quant.quantize import describe_quantize
+from .activation import activate, check_limit, empty_gate_up
 from .expert_configs import describe_gate_up_config
-from .swiglu import check_limit, empty_gate_up, swiglu
 
 _OP = "feed_forward"
 
@@ -49,7 +49,7 @@ class FeedForwardInputs(NamedTuple):
 
     x: [T, H] bf16, fp16 or fp32, quantized to 1x128; so are the activated values.
     gate, up: e4m3 [I, H]. down: e4m3 [H, I]. Each has fp32 scales of 128x128 blocks.
-    swiglu_limit: see `swiglu`.
+    swiglu_limit: see `activate`.
     batch_invariant: a row of the result has the same bits whatever T is, see `fp8_gemm_nt`.
     """
 
@@ -92,7 +92,7 @@ def _body(inputs: FeedForwardInputs, gate_up: torch.Tensor | None = None) -> tor
     ungated = block_scaled_matmul(data, scale_inv, up, up_scale_inv, exact=exact)
     if gate_up is not None:
         gate_up[:, 0], gate_up[:, 1] = gated, ungated
-    activated, scales = quantize_1x128(swiglu(gated, ungated, swiglu_limit, exact=exact))
+    activated, scales = quantize_1x128(activate(gated, ungated, swiglu_limit, exact=exact))
     return y.copy_(block_scaled_matmul(activated, scales, down, down_scale_inv, exact=exact))
 
 

@@ -30,9 +30,9 @@ from ..kernels.program import (
 )
 from ..quant.numerics import quantize_1x128
 from ..quant.quantize import describe_quantize
+from .activation import activate_grad, describe_activation_backward, in_saved_layout
 from .autograd import first_order, no_gradients, records
 from .feed_forward import FeedForwardInputs, feed_forward, feed_forward_saving, pad
-from .swiglu import describe_swiglu_backward, in_saved_layout, swiglu_grad
 from .transposed import transposed, transposed_side_by_side
 
 _OP = "feed_forward_backward"
@@ -79,11 +79,13 @@ def _body(inputs: FeedForwardBackwardInputs) -> torch.Tensor:
     quantized = quantize_1x128(grad, min_amax=MIN_GRADIENT_AMAX)
     grad_activated = block_scaled_matmul(*quantized, down.mT, down_scale_inv.mT, exact=exact)
     halves = (gate, gate_scale_inv), (up, up_scale_inv)
-    grad_x, _ = through_swiglu(grad_activated.bfloat16(), gate_up, 1.0, halves, limit, exact=exact)
+    grad_x, _ = through_activation(
+        grad_activated.bfloat16(), gate_up, 1.0, halves, limit, exact=exact
+    )
     return dx.copy_(grad_x)
 
 
-def through_swiglu(
+def through_activation(
     grad_activated: torch.Tensor,
     gate_up: torch.Tensor,
     weights: torch.Tensor | float,
@@ -99,7 +101,7 @@ def through_swiglu(
     exact: as in `block_scaled_matmul`.
     """
     grad, (gate, up) = grad_activated.float(), gate_up.float().unbind(1)
-    *grad_halves, activated = swiglu_grad(grad * weights, gate, up, limit)
+    *grad_halves, activated = activate_grad(grad * weights, gate, up, limit)
     dx = torch.zeros((), device=grad.device)
     for grad_half, (weight, scale_inv) in zip(grad_halves, halves, strict=True):
         q = quantize_1x128(grad_half, min_amax=MIN_GRADIENT_AMAX)
@@ -111,7 +113,7 @@ _INPUTS = "grad", "saved", "down", "down_scales", "gate_up", "gate_up_scales", "
 
 
 def _launch(inputs: FeedForwardBackwardInputs) -> torch.Tensor:
-    """On a Hopper GPU: quantize, GEMM, `swiglu_backward.cu`, GEMM; nothing waits for them."""
+    """On a Hopper GPU: quantize, GEMM, `activation_backward.cu`, GEMM; nothing waits for them."""
     dx = _allocate(inputs)
     grad, keep, (h, i) = inputs.grad, inputs.keep_transposed, inputs.down.shape
     if dx.numel() == 0 or i == 0:
@@ -180,7 +182,7 @@ def describe_backward(
     describe_quantize(r, grad, grad_rows.first(), None, min_amax=MIN_GRADIENT_AMAX)
     config = dense_config(r, m, i, h, batch_invariant)
     describe_gemm(r, config, grad_rows.first(), down, grad_activated.first(), m)
-    describe_swiglu_backward(r, grad_activated, saved, None, rows, limit)
+    describe_activation_backward(r, grad_activated, saved, None, rows, limit)
     config = dense_config(r, m, h, k, batch_invariant)
     describe_gemm(r, config, rows.first(), gate_up, dx, m)
 

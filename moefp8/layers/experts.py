@@ -9,8 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from ..functional.activation import check_limit
 from ..functional.experts import ExpertsInputs, check_saved_dtype, routed_experts
-from ..functional.swiglu import check_limit
 from ..functional.training.experts import trainable_experts
 from ..functional.training.linear import Wgrad, check_wgrad
 from ..kernels import E4M3, num_blocks

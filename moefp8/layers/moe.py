@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 
+from ..functional.activation import activate, check_limit
 from ..functional.feed_forward import FeedForwardInputs
 from ..functional.feed_forward_backward import shared_experts
-from ..functional.swiglu import check_limit, swiglu
 from ..functional.training.feed_forward import shared_experts as trained_shared_experts
 from ..functional.training.linear import Wgrad
 from ..kernels.common.checks import FLOATS, check_tensor
@@ -61,7 +61,7 @@ class SharedExperts(nn.Module):
         """
         if not self.is_one_op:
             gate, up = project(self.gate_proj, x), project(self.up_proj, x)
-            return project(self.down_proj, swiglu(gate, up, self.swiglu_limit)).to(x.dtype)
+            return project(self.down_proj, activate(gate, up, self.swiglu_limit)).to(x.dtype)
         projections, down = (self.gate_proj, self.up_proj, self.down_proj), self.down_proj
         rows, limit = x.reshape(-1, x.shape[-1]), self.swiglu_limit
         if down.trainable:

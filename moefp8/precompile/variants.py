@@ -17,12 +17,12 @@ from ..distributed.expert_parallel.peers_launch import (
     push_kernels,
 )
 from ..functional import feed_forward_backward
+from ..functional.activation_rows import activation_rows_backward_kernels, activation_rows_kernels
 from ..functional.expert_configs import Sizes
 from ..functional.expert_parts import CallTensors
 from ..functional.experts_records import experts_backward_kernels, experts_kernels
 from ..functional.feed_forward import feed_forward_kernels
 from ..functional.linear import linear_kernels
-from ..functional.swiglu_rows import swiglu_backward_kernels, swiglu_kernels
 from ..functional.training import linear as trained_linear
 from ..functional.training.experts_records import trained_backward_kernels
 from ..functional.training.rows import quantized_rows_kernels
@@ -320,9 +320,9 @@ class TrainedExperts(NamedTuple):
         target, max_rows = demand.target, demand.max_tokens * top_k
         yield from quantized_rows_kernels(target, self.frozen.sizes(demand))
         yield from plan_kernels(target, demand.max_tokens, top_k)
-        yield from swiglu_kernels(target, i)
+        yield from activation_rows_kernels(target, i)
         for dtype in {*demand.dtypes, torch.float32}:
-            yield from swiglu_backward_kernels(target, dtype, i)
+            yield from activation_rows_backward_kernels(target, dtype, i)
         for n, k in ((i, h), (h, 2 * round_up(i, BLOCK))):
             yield from grouped_kernels(target, max_rows, num_experts, n, k)
 
@@ -343,7 +343,7 @@ class ExpertsInSteps(NamedTuple):
         yield from plan_kernels(target, demand.max_tokens, top_k)
         for dtype in demand.dtypes:
             yield from demand.quantize(dtype, max_rows, h)
-        yield from swiglu_kernels(target, i)
+        yield from activation_rows_kernels(target, i)
         yield from demand.quantize(_BF16, max_rows, i)
         scores = {*demand.dtypes, torch.float32}
         if h % 8 == 0:
@@ -355,7 +355,7 @@ class ExpertsInSteps(NamedTuple):
                 yield from transpose_kernels(target, k)
             yield from demand.quantize(_BF16, max_rows, h)
             for dtype in scores:
-                yield from swiglu_backward_kernels(target, dtype, i)
+                yield from activation_rows_backward_kernels(target, dtype, i)
             products += [(i, h), (h, 2 * round_up(i, BLOCK))]
         for n, k in products:
             yield from grouped_kernels(target, max_rows, num_experts, n, k)

@@ -160,7 +160,7 @@ class GemmEmulator:
                 others = block_scaled_matmul(*tokens, up[group], up_scales[group])
                 if saved is not None:
                     saved[rows, 0], saved[rows, 1] = result, others
-                activated = experts.swiglu(result, others, activation.limit)
+                activated = experts.activate(result, others, activation.limit)
                 data, scale_inv = numerics.quantize_1x128(activated, False)
                 d[matrix, rows].view(torch.uint8).copy_(data.view(torch.uint8))
                 d_scales[matrix, :, rows] = scale_inv.T

@@ -17,12 +17,12 @@ from moefp8.kernels.gemm import launch as gemm_launch
 from moefp8.kernels.gemm.config import GemmConfig
 from moefp8.kernels.jit import launch
 from moefp8.quant import numerics
+from tests.fakes.emulated_activation import activation_backward, activation_of_rows
+from tests.fakes.emulated_activation_columns import activation_columns
 from tests.fakes.emulated_columns import columns
 from tests.fakes.emulated_gemm import Map, dtype_of, memory
 from tests.fakes.emulated_k_grouped import Maps, k_grouped
 from tests.fakes.emulated_routing import RoutingEmulator
-from tests.fakes.emulated_swiglu import swiglu_backward, swiglu_of_rows
-from tests.fakes.emulated_swiglu_columns import swiglu_columns
 from tests.gpu import NUM_SMS
 from tests.kernels.gemm.cases import choosing
 
@@ -253,7 +253,7 @@ class Emulator(RoutingEmulator):
             "columns": columns,
             "both": self.both,
             "each": self.each,
-            "swiglu": self.swiglu,
+            "activation": self.activation,
             "logits": self.logits,
             "softmax": self.top_k,
             "sigmoid": self.top_k,
@@ -361,13 +361,13 @@ class Emulator(RoutingEmulator):
                     assert (x.transposed | x.width | x.transposed_row_pitch) % 16 == 0
 
     @staticmethod
-    def swiglu(made, parameters):
-        if made.kernel.source.stem == "swiglu":
-            swiglu_of_rows(made)
-        elif made.kernel.source.stem == "swiglu_columns":
-            swiglu_columns(made)
+    def activation(made, parameters):
+        if made.kernel.source.stem == "activation_rows":
+            activation_of_rows(made)
+        elif made.kernel.source.stem == "activation_columns":
+            activation_columns(made)
         else:
-            swiglu_backward(made, dtype_of(made.kernel))
+            activation_backward(made, dtype_of(made.kernel))
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from tests.functional.experts.backward_cases import contiguous_when_saved
 from tests.functional.test_feed_forward import SIZES, operands
 from tests.layers.cases import assert_matches_up_to_codes
 
-KERNELS = ["transpose", "transpose", "transpose", "quantize", "gemm", "swiglu", "gemm"]
+KERNELS = ["transpose", "transpose", "transpose", "quantize", "gemm", "activation", "gemm"]
 MORE_SIZES = [(140, 128, 256), (300, 128, 128), (5, 100, 36), (4, 129, 257), (3, 3, 5)]
 
 
@@ -52,8 +52,8 @@ def test_launches_compute_what_the_body_does(t, h, i, limit):
     saving, *_ = gpu.gemms
     assert saving.config.saves_gate_up
     assert [x.programmatic for x in gpu.launched[-4:]] == [False, True, True, True]
-    swiglu = gpu.launched[-2].arguments
-    assert (swiglu.token_to_row, swiglu.num_choices, swiglu.size) == (None, t, i)
+    activation = gpu.launched[-2].arguments
+    assert (activation.token_to_row, activation.num_choices, activation.size) == (None, t, i)
 
 
 def test_other_layers_of_one_layout_prepare_nothing():

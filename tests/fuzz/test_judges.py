@@ -216,6 +216,6 @@ def test_a_limit_that_is_forgotten_is_noticed():
 
 def test_an_activation_without_its_sigmoid_is_noticed(monkeypatch):
     made = layer()
-    monkeypatch.setattr(op_room, "swiglu", lambda gate, up, limit, **_: gate * up)
+    monkeypatch.setattr(op_room, "activate", lambda gate, up, limit, **_: gate * up)
     with pytest.raises(AssertionError):
         check(experts(*made, None, False), judged_experts(*made))

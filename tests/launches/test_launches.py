@@ -251,10 +251,10 @@ def test_check_says_what_differs(capsys, monkeypatch):
 
 def test_record_writes_what_check_reads(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(golden, "PATH", tmp_path / "golden.txt")
-    monkeypatch.setattr(golden, "all_layouts", lambda: all_layouts("swiglu"))
+    monkeypatch.setattr(golden, "all_layouts", lambda: all_layouts("activation"))
     assert main(["record"]) == 0
     assert "130 layouts" in capsys.readouterr().out
-    assert main(["check", "--only", "swiglu"]) == 0
+    assert main(["check", "--only", "activation"]) == 0
 
 
 def test_show_prints_all_of_a_layout(capsys):

@@ -174,7 +174,7 @@ def test_it_lists_what_gradients_need(model, dtype):
     named = kernels_of(model, MAX_TOKENS, dtype=dtype, backward=True)
     assert set(gpu.kernels) - named == set()
     more = named - kernels_of(model, MAX_TOKENS, dtype=dtype)
-    assert any("swiglu_backward" in kernel.name for kernel in more)
+    assert any("activation_backward" in kernel.name for kernel in more)
     assert any(".saves_gate_up = true" in kernel.name for kernel in more)
 
 
@@ -204,7 +204,7 @@ def test_it_lists_what_trained_weights_need(model, wgrad, dtype, master):
     with_backward = kernels_of(model, MAX_TOKENS, dtype=dtype, backward=True)
     assert set(whole.kernels) - with_backward == set()
     more = {kernel.source.name for kernel in with_backward - named}
-    assert ("k_grouped.cu" in more) == ("swiglu_columns.cu" in more) == (wgrad != "bf16")
+    assert ("k_grouped.cu" in more) == ("activation_columns.cu" in more) == (wgrad != "bf16")
     of_weights = {x for x in with_backward if x.source.name == "k_grouped.cu"}
     assert len(of_weights) <= len(of_weights & set(whole.kernels)) + 12  # d may lie unaligned
 

@@ -16,14 +16,14 @@ from ...quant.block_scaled import BlockScaled, dequantize
 from ...quant.quantize import quantize_1x128
 from ...routing.combine import sum_rows
 from ...routing.dispatch import dispatch_rows
+from ..activation import empty_gate_up
+from ..activation_rows import ActivationGradients, activation_rows, activation_rows_backward
 from ..autograd import first_order, records
 from ..expert_configs import Sizes
 from ..experts import check_saved_dtype, experts, experts_saving
 from ..experts_records import experts_backward_record, experts_record
 from ..grouped_bf16 import grouped_outer
 from ..parts import parts_of, split
-from ..swiglu import empty_gate_up
-from ..swiglu_rows import SwigluGradients, swiglu_rows, swiglu_rows_backward
 from . import main_grad
 from .experts_backward import trained_dgrad, trained_experts_backward
 from .experts_records import trained_backward_record
@@ -181,22 +181,22 @@ def _with_bf16_weights(
     *rows, offsets, to_row = quantized_rows(grad, ids, num_experts, *rank)
     to_token = tokens_of_rows(to_row, ids.numel())
     grad_activated = trained_dgrad(*rows, down_proj, offsets, 1)
-    swiglu_gradients = SwigluGradients(
-        *swiglu_rows_backward(grad_activated, gate_up, to_row, weights, options.swiglu_limit)
+    activation_gradients = ActivationGradients(
+        *activation_rows_backward(grad_activated, gate_up, to_row, weights, options.swiglu_limit)
     )
-    gradients["top_k_weights"] = swiglu_gradients.grad_weights
+    gradients["top_k_weights"] = activation_gradients.grad_weights
     if needs["down_proj"]:
-        activated = swiglu_rows(gate_up, options.swiglu_limit)
-        weighted = (swiglu_gradients.weight_of_row[:, None] * activated).bfloat16()
+        activated = activation_rows(gate_up, options.swiglu_limit)
+        weighted = (activation_gradients.weight_of_row[:, None] * activated).bfloat16()
         grad_rows_bf16 = dispatch_rows(grad.bfloat16(), to_token)
         product = grouped_outer(grad_rows_bf16, weighted, offsets)
         gradients["down_proj"] = _put(masters["down_proj"], product, _begins(parts, "down_proj"))
     if needs["hidden_states"]:
-        grad_rows = trained_dgrad(*swiglu_gradients[:2], gate_up_proj, offsets, 2)
-        gradients["hidden_states"] = sum_rows(grad_rows, to_row, swiglu_gradients.is_first)
+        grad_rows = trained_dgrad(*activation_gradients[:2], gate_up_proj, offsets, 2)
+        gradients["hidden_states"] = sum_rows(grad_rows, to_row, activation_gradients.is_first)
     if needs["gate_up_proj"]:
         x_rows = dispatch_rows(x.bfloat16(), to_token)
-        product = grouped_outer(swiglu_gradients.grad_gate_up.flatten(1), x_rows, offsets)
+        product = grouped_outer(activation_gradients.grad_gate_up.flatten(1), x_rows, offsets)
         begins = _begins(parts, "gate_up_proj")
         gradients["gate_up_proj"] = _put(masters["gate_up_proj"], product, begins)
     return gradients

@@ -5,8 +5,8 @@ the result, a backward takes these steps:
 
 1. dO is quantized once for each token, and copied to its rows.
 2. dA = dO W_down, rounded to BF16.
-3. `swiglu_columns_backward`: the gradients of the weights w of choices, d[gate | up] in row codes
-   and in column codes, and w a in column codes.
+3. `activation_columns_backward`: the gradients of the weights w of choices, d[gate | up] in row
+   codes and in column codes, and w a in column codes.
 4. dX = d[gate | up] W_gate_up, summed over each token's rows in the order of its choices.
 5. dW_down = dO^T (w a) and dW_gate_up = d[gate | up]^T X, for which dO and X are gathered from the
    tokens as column codes, in temporary memory.
@@ -28,13 +28,13 @@ from ...kernels.jit import current_driver
 from ...kernels.program import Codes, Record, layouts, prepare_launches
 from ...quant.columns import quantize_128x1, readable
 from ...routing.combine import sum_rows
+from ..activation import readable_saved
 from ..expert_configs import Sizes
 from ..expert_parts import Choices, TransposedWeights
 from ..grouped_linear import empty_dgrad
-from ..swiglu import readable_saved
+from .activation_columns import ActivationColumnsGradients, activation_columns_backward
 from .experts_records import INPUTS, describe_trained_backward
 from .rows import quantized_rows, tokens_of_rows
-from .swiglu_columns import SwigluColumnsGradients, swiglu_columns_backward
 from .weights import codes_of
 
 _OP = "trained_experts_backward"
@@ -129,20 +129,22 @@ def _backward(inputs: TrainedExpertsBackwardInputs) -> tuple[torch.Tensor, torch
     *rows, offsets, to_row = quantized_rows(grad, ids, num_experts, *rank)
     to_token = tokens_of_rows(to_row, ids.numel())
     grad_activated = trained_dgrad(*rows, down_proj, offsets, 1)
-    swiglu_gradients = SwigluColumnsGradients(
-        *swiglu_columns_backward(grad_activated, *gate_up, offsets, to_row, weights, limit, blocks)
+    activation_gradients = ActivationColumnsGradients(
+        *activation_columns_backward(
+            grad_activated, *gate_up, offsets, to_row, weights, limit, blocks
+        )
     )
-    grad_rows = trained_dgrad(*swiglu_gradients[:2], gate_up_proj, offsets, 2)
-    dx = sum_rows(grad_rows, to_row, swiglu_gradients.is_first)
+    grad_rows = trained_dgrad(*activation_gradients[:2], gate_up_proj, offsets, 2)
+    dx = sum_rows(grad_rows, to_row, activation_gradients.is_first)
     if grad_down is not None:
         grad_columns = quantize_128x1(grad, offsets, to_token, False, MIN_GRADIENT_AMAX, False)
-        activated = swiglu_gradients.activated_columns, swiglu_gradients.activated_scale_inv
+        activated = activation_gradients.activated_columns, activation_gradients.activated_scale_inv
         k_grouped_gemm(*grad_columns, *activated, grad_down, offsets, 0, inputs.adds_to_down_proj)
     if grad_gate_up is not None:
         x_columns = quantize_128x1(x, offsets, to_token, False, MIN_GRADIENT_AMAX, blocks)
-        columns = swiglu_gradients.gate_up_columns, swiglu_gradients.gate_up_scale_inv
+        columns = activation_gradients.gate_up_columns, activation_gradients.gate_up_scale_inv
         k_grouped_gemm(*columns, *x_columns, grad_gate_up, offsets, 0, inputs.adds_to_gate_up_proj)
-    return dx, swiglu_gradients.grad_weights
+    return dx, activation_gradients.grad_weights
 
 
 def _launch_backward(inputs: TrainedExpertsBackwardInputs) -> tuple[torch.Tensor, torch.Tensor]:

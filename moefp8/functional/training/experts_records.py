@@ -5,8 +5,8 @@ T tokens, k choices each, E experts, H hidden, I intermediate, R = T k rows.
 1. `routing/dispatch.cu` plans the routing as the forward did, quantizes the gradient of every token
    once, and copies it to its rows.
 2. `gemm.cu` with W_down^T.
-3. `swiglu_columns.cu`: the gradients of scores, d[gate | up] in row codes and in column codes, and
-   the activated values times their scores in column codes.
+3. `activation_columns.cu`: the gradients of scores, d[gate | up] in row codes and in column codes,
+   and the activated values times their scores in column codes.
 4. `gemm.cu` with W_gate_up^T, and `routing/combine.cu`: the gradient of each token.
 5. `columns.cu` with the gradients of tokens, and `k_grouped.cu`: the gradient of W_down.
 6. `columns.cu` with the tokens, and `k_grouped.cu`: the gradient of W_gate_up.
@@ -30,7 +30,7 @@ from ...routing.combine import describe_combine
 from ..expert_configs import Sizes, describe_backward_configs
 from ..expert_parts import BF16_CALL, CallTensors, Choices, TransposedWeights, describe_rows_gemm
 from ..experts_records import describe_grad_activated
-from .swiglu_columns import describe_swiglu_columns
+from .activation_columns import describe_activation_columns
 
 # The addresses of a call, in order; those of optional tensors are 0 where there are none.
 INPUTS = (
@@ -64,7 +64,7 @@ def describe_trained_backward(
 
     Args:
         grad, x: [T, H], as `columns.readable` gives them.
-        saved, saved_scales: as in `describe_swiglu_backward`.
+        saved, saved_scales: as in `describe_activation_backward`.
         grad_down, grad_gate_up: bf16 or fp32 [E, H, I] and [E, 2I, H], or None.
         dx: bf16 [T, H], contiguous.
         blocks: whether x and activated values have one scale for 128 tokens of 128 features.
@@ -84,7 +84,7 @@ def describe_trained_backward(
         "is_first", (1, sizes.num_tokens, sizes.top_k), torch.float32, sizes.top_k
     ).first()
     row_to_token = r.buffer("row_to_token", 4 * num_rows)
-    describe_swiglu_columns(
+    describe_activation_columns(
         r,
         grad_activated,
         saved,

@@ -13,9 +13,9 @@ import torch
 from ...kernels.common.blocks import MIN_AMAX
 from ...kernels.common.registry import register_inputs
 from ...quant.columns import quantize_128x1
+from ..activation import activate, activate_grad, empty_gate_up
 from ..autograd import first_order, records
 from ..feed_forward import feed_forward, feed_forward_saving
-from ..swiglu import empty_gate_up, swiglu, swiglu_grad
 from . import main_grad
 from .linear import Trainee, Wgrad, gradients
 from .weights import codes_of
@@ -106,13 +106,15 @@ class _TrainedFeedForward(torch.autograd.Function):
         wgrad, batch_invariant = ctx.wgrad, ctx.batch_invariant
         needs_x, needs_gate, needs_up, needs_down = ctx.needs_input_grad[4:]
         gated, ungated = gate_up.unbind(1)
-        activated = swiglu(gated, ungated, ctx.limit) if needs_down else gated
+        activated = activate(gated, ungated, ctx.limit) if needs_down else gated
         needs = needs_x or needs_gate or needs_up, needs_down
         operands = _for_weight(activated, wgrad, needs_down)
         grad_activated, grad_down = gradients(grad, down, operands, needs, batch_invariant)
         if grad_activated is None:
             return None, None, None, None, None, None, None, grad_down
-        grad_gated, grad_ungated, _ = swiglu_grad(grad_activated.float(), gated, ungated, ctx.limit)
+        grad_gated, grad_ungated, _ = activate_grad(
+            grad_activated.float(), gated, ungated, ctx.limit
+        )
         operands = _for_weight(x, wgrad, needs_gate or needs_up)
         needs, grad_gated = (needs_x, needs_gate), grad_gated.bfloat16()
         dx, grad_gate = gradients(grad_gated, gate, operands, needs, batch_invariant)

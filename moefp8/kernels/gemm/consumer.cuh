@@ -2,7 +2,7 @@
 #pragma once
 #include "epilogue/split_k.cuh"
 #include "epilogue/store.cuh"
-#include "epilogue/swiglu.cuh"
+#include "epilogue/gate_up.cuh"
 #include "pipeline.cuh"
 #include "wgmma.cuh"
 
@@ -235,7 +235,7 @@ __device__ void consume(Shared<C>& shared, const TensorMap& d_map, const Argumen
   const auto store_finished = [&](int part) __attribute__((always_inline)) {
     if (finished.is_none()) return;
     if constexpr (C.gate_up) {  // gate and up leave together
-      if (part == 0) swiglu_epilogue<C>(total, shared, d_map, args, finished, num_epilogues++, thread);
+      if (part == 0) gate_up_epilogue<C>(total, shared, d_map, args, finished, num_epilogues++, thread);
       start_part(part);
     } else {
       store_part(part, output_staging(shared, thread));

@@ -45,7 +45,7 @@ class GateUp(NamedTuple):
     """The arguments for `config.gate_up`: the other half of the weights, SwiGLU, and quantization.
 
     up: codes and scales with the layouts of gate's, which are b.
-    limit: as in `swiglu`; infinite if there is none.
+    limit: as in `activate`; infinite if there is none.
     d_scale_inv: the scales of d, fp32 [..., M, ceil(N/128)], M innermost.
     saved: bf16 [M, 2, N], gate and up of each token, with a row pitch of round_up(N, 8); only if
         `config.saves_gate_up`.

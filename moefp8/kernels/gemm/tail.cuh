@@ -5,7 +5,7 @@
 // the others anyway, are its rows: twice 64 of them, of gate and up, or of down.
 #pragma once
 #include "epilogue/store.cuh"
-#include "epilogue/swiglu.cuh"
+#include "epilogue/gate_up.cuh"
 #include "matrix.cuh"
 #include "wgmma.cuh"
 
@@ -95,8 +95,8 @@ __device__ void consume_tail(Shared<C>& shared, const Arguments& args, Scheduler
     if constexpr (C.gate_up) {
       if constexpr (C.saves_gate_up)
         save_gate_up<true>(tail.total[0], tail.total[1], args, schedule.coord, thread);
-      swiglu(tail.total[0], tail.total[1], args.activation.limit);
-      swiglu_epilogue_columns(tail.total[0], shared, args, schedule.coord, num_activated++, thread);
+      activate(tail.total[0], tail.total[1], args.activation.limit);
+      gate_up_epilogue_columns(tail.total[0], shared, args, schedule.coord, num_activated++, thread);
     } else {
       tail.store(shared, args, schedule.coord, thread);
     }

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ...functional.swiglu import swiglu
+from ...functional.activation import activate
 from .converted_moe import SCORINGS, Formula
 from .expert_lists import ExpertList, Leaves, tensors_problem
 from .probe import (
@@ -152,7 +152,7 @@ def _expert(x: torch.Tensor, weights: Tensors) -> torch.Tensor:
     """weights: gate and up, or both in one, and down."""
     *gate_up, down = weights
     gate, up = torch.cat([product_fp32(x, weight) for weight in gate_up], dim=-1).chunk(2, dim=-1)
-    return product_fp32(swiglu(gate, up), down)
+    return product_fp32(activate(gate, up), down)
 
 
 def _errors(came: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ...functional.swiglu import check_limit, swiglu
+from ...functional.activation import activate, check_limit
 from ...kernels.common.checks import check_choices
 from ..module import attributes_repr, draw_as_linear
 
@@ -68,7 +68,7 @@ class PlainExperts(nn.Module):
     def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
         """[rows, 2I] -> [rows, I]; transformers and `convert` know it by this name."""
         gate, up = gate_up.chunk(2, dim=-1)
-        return swiglu(gate, up, self.swiglu_limit).to(gate_up.dtype)
+        return activate(gate, up, self.swiglu_limit).to(gate_up.dtype)
 
     def extra_repr(self) -> str:
         sizes = "num_experts", "hidden_size", "intermediate_size"

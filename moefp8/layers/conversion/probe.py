@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ...functional.swiglu import swiglu
+from ...functional.activation import activate
 from .source_code import Reach, in_reach
 from .stacks import Stacks, stated_limits
 from .trial import attributes_of, fingerprint, random_weights
@@ -149,7 +149,7 @@ def _compare(
         if not isinstance(came, torch.Tensor) or came.numel() != count * routing.x.numel():
             return [], f"must give one tensor [T, H], got {type(came).__name__}"
         came = came.reshape(-1, routing.x.shape[1]).float()
-        fitting = [x for x in limits if _fits(came, stacks, routing, partial(swiglu, limit=x))]
+        fitting = [x for x in limits if _fits(came, stacks, routing, partial(activate, limit=x))]
         if not fitting:
             return [], _difference(came, stacks, routing)
         limits = fitting
@@ -172,8 +172,8 @@ def _fits(came: torch.Tensor, stacks: Stacks, routing: Routing, activation: Acti
 
 
 def _difference(came: torch.Tensor, stacks: Stacks, routing: Routing) -> str:
-    off = 100 * _worst_row(came, stacks, routing, swiglu)
-    is_swapped = _fits(came, stacks, routing, lambda gate, up: swiglu(up, gate))
+    off = 100 * _worst_row(came, stacks, routing, activate)
+    is_swapped = _fits(came, stacks, routing, lambda gate, up: activate(up, gate))
     order = "; its up rows come before its gate rows" if is_swapped else ""
     return (
         "must compute silu(gate) * up or its clamped variant, gate rows first, weighted and "
@@ -196,7 +196,7 @@ def _counts_what_is_elsewhere(
         came = forward(*routing).reshape(routing.x.shape).float()
     except Exception:  # it takes no such ids, so it will get none
         return False
-    return not _fits(came, stacks, routing, partial(swiglu, limit=limit))
+    return not _fits(came, stacks, routing, partial(activate, limit=limit))
 
 
 def _forward_of(module: nn.Module) -> Callable[..., Any]:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...functional.activation import activate
 from ...functional.kept import is_plain
-from ...functional.swiglu import swiglu
 from ..experts import GroupedExperts
 
 STACKS = ("gate_up_proj", "down_proj")
@@ -128,7 +128,7 @@ def swiglu_limits(module: nn.Module) -> list[float | None]:
     return [
         limit
         for limit in (None, *stated_limits(module))
-        if torch.allclose(came.float(), swiglu(gate, up, limit), rtol=1e-4, atol=1e-4)
+        if torch.allclose(came.float(), activate(gate, up, limit), rtol=1e-4, atol=1e-4)
     ]
 
 

@@ -74,7 +74,7 @@ FAULTS = [
         why="a layer has the limit of another layer of its layout in its backward",
     ),
     Fault(
-        file="functional/swiglu.py",
+        file="functional/activation.py",
         old='"saved_row_bytes": saved.bytes_of_stride(-2),',
         new='"saved_row_bytes": size * saved.element_size(),',
         caught_by=_BACKWARD + "test_launches_compute_what_the_body_does[distinct-tiny]",
@@ -82,16 +82,16 @@ FAULTS = [
     ),
     Fault(
         file="functional/feed_forward_backward.py",
-        old="swiglu_grad(grad * weights, gate, up, limit)",
-        new="swiglu_grad(grad, gate, up, limit)",
+        old="activate_grad(grad * weights, gate, up, limit)",
+        new="activate_grad(grad, gate, up, limit)",
         caught_by="tests/layers/test_gradients.py::test_of_experts[4-5-36-saved_dtype0-cpu]",
         why="the gradient of a token lacks the scores of its choices",
     ),
     Fault(
-        file="functional/swiglu_backward.cu",
+        file="functional/activation_backward.cu",
         old="      if (row < 0) args.of_weights[choice] = 0;\n",
         new="",
-        caught_by="tests/functional/swiglu/test_backward.py::"
+        caught_by="tests/functional/activation/test_backward.py::"
         "test_the_kernels_text_is_right[0.5-False-nowhere]",
         why="the gradient of a score whose expert is elsewhere is whatever was in memory",
     ),

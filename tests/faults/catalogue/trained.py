@@ -43,7 +43,7 @@ FAULTS = [
     ),
     Fault(
         file="functional/training/experts.py",
-        old="weighted = (swiglu_gradients.weight_of_row[:, None] * activated).bfloat16()",
+        old="weighted = (activation_gradients.weight_of_row[:, None] * activated).bfloat16()",
         new="weighted = activated.bfloat16()",
         caught_by="tests/functional/training/test_experts.py::"
         "test_gradients_are_those_of_the_codes[0.5-master2-bf16-cpu]",

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import torch
 
+from moefp8.functional.activation import activate, empty_gate_up
 from moefp8.functional.experts import experts_saving
 from moefp8.functional.experts_backward import experts_backward
-from moefp8.functional.swiglu import empty_gate_up, swiglu
 from moefp8.quant.quantize import quantize_1x128
 from moefp8.routing.plan import build_maps
 from moefp8.testing import assert_matches_reference
@@ -137,7 +137,7 @@ def assert_weights_close(case: Case, rows: torch.Tensor, found: Gradients, right
 
     `weights_of` makes a gradient about as large behind the down projection as before it.
     """
-    activated = swiglu(*rows.unbind(1), case.limit).norm(dim=-1)
+    activated = activate(*rows.unbind(1), case.limit).norm(dim=-1)
     *_, token_to_row = build_maps(case.here, case.num_experts, 1, None)
     sizes = case.grad.float().norm(dim=-1, keepdim=True) * activated[token_to_row.clamp(min=0)]
     error = (found.top_k_weights - right.top_k_weights).abs()

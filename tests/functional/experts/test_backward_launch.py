@@ -49,7 +49,7 @@ SHAPES = {  # T, k, E, H, I
 }
 KINDS = {"distinct": False, "repeated": True, "out of range": True, "one expert": False}  # is FP8
 DTYPES = torch.bfloat16, torch.float16, torch.float32
-KERNELS = ["transpose", "transpose", "dispatch", "gemm", "swiglu", "gemm", "combine"]
+KERNELS = ["transpose", "transpose", "dispatch", "gemm", "activation", "gemm", "combine"]
 
 
 def names_of(launched) -> list[str]:
@@ -370,6 +370,6 @@ def test_many_tokens_go_in_the_parts_of_the_forward(gpu, monkeypatch, num_tokens
         bound = max(limit, least + limit // 2)
         assert max(len(memory) for memory in gpu.workspaces) <= bound
         names = names_of(gpu.launched)
-        assert names.count("swiglu") >= min(num_tokens, -(-size // bound))
-        assert names.count("dispatch") == 2 * names.count("swiglu")
+        assert names.count("activation") >= min(num_tokens, -(-size // bound))
+        assert names.count("dispatch") == 2 * names.count("activation")
         assert names.count("transpose") == 2

@@ -98,7 +98,7 @@ def test_experts(sizes, saved_dtype, wgrad):
     assert_alike(found, wanted)
     sources = [made.kernel.source.stem for made in gpu.launched]
     assert sources.count("k_grouped") == 2
-    assert "swiglu_columns" in sources
+    assert "activation_columns" in sources
     assert "plan" not in sources
 
 

@@ -7,18 +7,18 @@ from itertools import product
 
 import torch
 
+from moefp8.functional.activation import empty_gate_up
+from moefp8.functional.activation_rows import activation_rows, activation_rows_backward
 from moefp8.functional.experts import experts, experts_saving
 from moefp8.functional.experts_backward import experts_backward
 from moefp8.functional.feed_forward import feed_forward_saving
 from moefp8.functional.feed_forward_backward import feed_forward_backward
-from moefp8.functional.swiglu import empty_gate_up
-from moefp8.functional.swiglu_rows import swiglu_rows, swiglu_rows_backward
 from moefp8.kernels import num_blocks, set_num_sms
 from moefp8.quant.quantize import launch_quantize_1x128
 from moefp8.routing import build_plan
+from tests.functional.activation import cases as activation_cases
 from tests.functional.cases import EXPERTS_FAMILIES
-from tests.functional.swiglu import cases as swiglu_cases
-from tests.functional.training import swiglu_columns_cases
+from tests.functional.training import activation_columns_cases
 from tests.kernels.gemm.cases import choosing
 from tests.kernels.sanitizer.judge import SILU, Launch, num_far, ones, tell
 
@@ -28,12 +28,12 @@ def launches() -> Iterator[Launch]:
     yield from of_several_sizes()
     for num_tokens, h, i in ((3, 264, 400), (140, 100, 36), (300, 136, 144)):
         yield partial(run_feed_forward, num_tokens, h, i)
-    for name, fp8 in product(swiglu_cases.CASES, (False, True)):
-        yield partial(run_swiglu_backward, name, fp8)
-    for name, fp8, blocks in product(swiglu_columns_cases.CASES, (False, True), (False, True)):
-        yield partial(run_swiglu_columns, name, fp8, blocks)
+    for name, fp8 in product(activation_cases.CASES, (False, True)):
+        yield partial(run_activation_backward, name, fp8)
+    for name, fp8, blocks in product(activation_columns_cases.CASES, (False, True), (False, True)):
+        yield partial(run_activation_columns, name, fp8, blocks)
     for num_rows, size in ((3, 8), (5, 100), (2, 2176), (1, 1)):
-        yield partial(run_swiglu, num_rows, size)
+        yield partial(run_activation, num_rows, size)
 
 
 def families() -> Iterator[Launch]:
@@ -152,29 +152,29 @@ def run_feed_forward(num_tokens: int, h: int, i: int) -> None:
     tell(f"feed-forward, {num_tokens} tokens", wrong)
 
 
-def run_swiglu(num_rows: int, size: int) -> None:
+def run_activation(num_rows: int, size: int) -> None:
     """Rows end anywhere; gate and up are 1."""
     gate_up = empty_gate_up(torch.empty(0, device="cuda"), num_rows, size).fill_(1)
-    wrong = num_far(swiglu_rows(gate_up, None), torch.tensor(SILU))
+    wrong = num_far(activation_rows(gate_up, None), torch.tensor(SILU))
     ids = torch.arange(num_rows, device="cuda")[:, None] % 4
     plan, weights = build_plan(ids, 4), torch.ones(num_rows, 1, device="cuda")
-    grad = swiglu_rows(gate_up, None)  # it lies as kernels want it
-    found = swiglu_rows_backward(grad.fill_(1), gate_up, plan.token_to_row, weights, None)
+    grad = activation_rows(gate_up, None)  # it lies as kernels want it
+    found = activation_rows_backward(grad.fill_(1), gate_up, plan.token_to_row, weights, None)
     slope = torch.tensor([SILU + SILU * (1 - SILU), SILU])[:, None]
     wrong += num_far(found[2], slope) + num_far(found[4] / size, torch.tensor(SILU))
     tell(f"SwiGLU of {num_rows} rows of {size}", wrong)
 
 
-def run_swiglu_backward(name: str, fp8: bool) -> None:
-    made = swiglu_cases.make(name, torch.float32, fp8, math.inf, "cuda")
-    swiglu_cases.check(made, swiglu_cases.run(made))
+def run_activation_backward(name: str, fp8: bool) -> None:
+    made = activation_cases.make(name, torch.float32, fp8, math.inf, "cuda")
+    activation_cases.check(made, activation_cases.run(made))
     print(f"gradient of SwiGLU, {name}{', FP8' if fp8 else ''}", flush=True)
 
 
-def run_swiglu_columns(name: str, fp8: bool, blocks: bool) -> None:
-    case = swiglu_columns_cases.CASES[name]
-    made = swiglu_columns_cases.make(case, torch.float32, fp8, None, "cuda", blocks=blocks)
-    swiglu_columns_cases.check(made, swiglu_columns_cases.run(made))
+def run_activation_columns(name: str, fp8: bool, blocks: bool) -> None:
+    case = activation_columns_cases.CASES[name]
+    made = activation_columns_cases.make(case, torch.float32, fp8, None, "cuda", blocks=blocks)
+    activation_columns_cases.check(made, activation_columns_cases.run(made))
     told = f"{', FP8' if fp8 else ''}{', blocks' if blocks else ''}"
     print(f"gradient of SwiGLU in columns, {name}{told}", flush=True)
 

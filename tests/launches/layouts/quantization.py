@@ -116,11 +116,11 @@ def saved(draw: Draw, num_rows: int, size: int, places=("own", "8 bytes on")) ->
     return whole[..., :size]
 
 
-@layouts("swiglu", 30)
-def swiglu_rows(draw: Draw):
+@layouts("activation", 30)
+def activation_rows(draw: Draw):
     gate_up = saved(draw, draw.tokens(), draw.among(WIDTHS, "I"))
     limit = draw.among(LIMITS, "limit")
-    return lambda: ops.swiglu_rows(gate_up, limit)
+    return lambda: ops.activation_rows(gate_up, limit)
 
 
 def rows_of_choices(draw: Draw) -> tuple[torch.Tensor, ...]:
@@ -133,15 +133,15 @@ def rows_of_choices(draw: Draw) -> tuple[torch.Tensor, ...]:
     return grad, to_row, scores
 
 
-@layouts("swiglu.backward", 40)
-def swiglu_rows_backward(draw: Draw):
+@layouts("activation.backward", 40)
+def activation_rows_backward(draw: Draw):
     grad, *choices = rows_of_choices(draw)
     gate_up, limit = saved(draw, *grad.shape), draw.among(LIMITS, "limit")
-    return lambda: ops.swiglu_rows_backward(grad, gate_up, *choices, limit)
+    return lambda: ops.activation_rows_backward(grad, gate_up, *choices, limit)
 
 
-@layouts("swiglu.columns", 60)
-def swiglu_columns_backward(draw: Draw):
+@layouts("activation.columns", 60)
+def activation_columns_backward(draw: Draw):
     grad, *choices = rows_of_choices(draw)
     (num_rows, size), scales = grad.shape, None
     if draw.flag("codes"):
@@ -153,4 +153,4 @@ def swiglu_columns_backward(draw: Draw):
     offsets = draw.tensor("expert_offsets", (draw.among((1, 8, 60, 128), "E") + 1,), INT32)
     limit, by_blocks = draw.among(LIMITS, "limit"), draw.flag("blocks")
     inputs = grad, gate_up, scales, offsets, *choices
-    return lambda: ops.swiglu_columns_backward(*inputs, limit, by_blocks)
+    return lambda: ops.activation_columns_backward(*inputs, limit, by_blocks)

@@ -7,7 +7,7 @@
 #include "fp8.cuh"
 #include "input.cuh"
 #include "matrix.cuh"
-#include "swiglu_gradient.cuh"
+#include "activation.cuh"
 
 constexpr int kBlock = 128;
 constexpr int kColumns = 8;                // of a thread, side by side
@@ -109,7 +109,7 @@ __device__ Gradients differentiate(const Arguments& args, const Part<kIsFp8>& pa
 #pragma unroll
   for (int i = 0; i < kColumns; ++i) {
     const float gate = part.gate[i], up = part.up[i], of_activated = part.grad[i];
-    const SwigluGradient x = differentiate_swiglu<kIsLimited>(of_activated, weight, gate, up, args.limit);
+    const ActivationGradient x = differentiate_activation<kIsLimited>(of_activated, weight, gate, up, args.limit);
     result.gate[i] = x.of_gate, result.up[i] = x.of_up;
     result.of_weight = __fmaf_rn(of_activated, x.activated, result.of_weight);
   }
@@ -171,7 +171,7 @@ __device__ float weight_of_row(const Arguments& args, int64_t token, uint32_t mi
 // Barriers: one, before these sums are added up; 16 lanes exchange values in shuffles.
 // Alignment: rows of grad and of BF16 tensors begin at multiples of 16 B, those of `rows` at 8 B; all may end anywhere.
 template <Input kWeights, bool kIsFp8>
-__global__ void __launch_bounds__(kThreads, 10) swiglu_backward_kernel(const __grid_constant__ Arguments args) {
+__global__ void __launch_bounds__(kThreads, 10) activation_backward_kernel(const __grid_constant__ Arguments args) {
   __shared__ float of_warps[kThreads / kWarp];
   const uint32_t choice = blockIdx.x, token = choice / args.top_k, mine = choice - token * args.top_k;
   wait_for_previous_kernel();

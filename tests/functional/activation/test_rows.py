@@ -6,12 +6,12 @@ import re
 import pytest
 import torch
 
-from moefp8.functional.swiglu import empty_gate_up
-from moefp8.functional.swiglu_rows import (
-    SwigluGradients,
-    swiglu_kernels,
-    swiglu_rows,
-    swiglu_rows_backward,
+from moefp8.functional.activation import empty_gate_up
+from moefp8.functional.activation_rows import (
+    ActivationGradients,
+    activation_rows,
+    activation_rows_backward,
+    activation_rows_kernels,
 )
 from moefp8.kernels.jit import compile_kernels
 from moefp8.quant import BlockScaled, dequantize
@@ -19,14 +19,14 @@ from moefp8.routing import RoutingPlan, build_plan
 from tests import naive
 from tests.fakes import cuda_on_cpu
 from tests.fakes.emulator import emulated
-from tests.functional.swiglu.cases import check_quantized, differentiated, sizes_of_terms
+from tests.functional.activation.cases import check_quantized, differentiated, sizes_of_terms
 from tests.gpu import on_cpu_and_gpu, on_gpu, poison
 from tests.records import TARGET
 from tests.routing.cases import ids_of
 
 SIZES = 1, 8, 100, 136, 384, 2176
 LIMITS = None, 0.5
-KERNELS = list(swiglu_kernels(TARGET, 128))
+KERNELS = list(activation_rows_kernels(TARGET, 128))
 
 
 def gate_up_of(num_rows: int, size: int, device: str = "cpu") -> torch.Tensor:
@@ -38,9 +38,9 @@ def gate_up_of(num_rows: int, size: int, device: str = "cpu") -> torch.Tensor:
 
 
 def assert_activates(gate_up: torch.Tensor, limit: float | None) -> None:
-    found = swiglu_rows(gate_up, limit).cpu()
+    found = activation_rows(gate_up, limit).cpu()
     gate, up = gate_up.cpu().double().unbind(1)
-    expected = naive.swiglu(gate, up, math.inf if limit is None else limit)
+    expected = naive.activate(gate, up, math.inf if limit is None else limit)
     assert ((found - expected).abs() <= expected.abs() * 2.0**-8).all()
 
 
@@ -75,8 +75,8 @@ def test_the_kernels_text_lets_bad_numbers_through(library, bad, half):
     gate_up = gate_up_of(3, 40)
     gate_up[1, half, 7] = bad
     with emulated(library=library):
-        found = swiglu_rows(gate_up, None if math.isinf(bad) else 0.5)
-    expected = swiglu_rows(gate_up, None if math.isinf(bad) else 0.5)
+        found = activation_rows(gate_up, None if math.isinf(bad) else 0.5)
+    expected = activation_rows(gate_up, None if math.isinf(bad) else 0.5)
     assert torch.equal(found.isfinite(), expected.isfinite())
     assert torch.equal(found.isnan(), expected.isnan())
 
@@ -116,7 +116,9 @@ def assert_has_gradient(
     has_row = (plan.row_to_token >= 0).cpu()
     grad[~has_row.to(device)] = torch.nan
     poison(device, 4 * num_rows * size)
-    found = SwigluGradients(*swiglu_rows_backward(grad, gate_up, plan.token_to_row, weights, limit))
+    found = ActivationGradients(
+        *activation_rows_backward(grad, gate_up, plan.token_to_row, weights, limit)
+    )
     row, w = plan.token_to_row.cpu().long(), weights.cpu().double()
     of_rows = torch.stack([w[row == i].sum() for i in range(num_rows)])[:, None]
     (gate, up), dy = gate_up.cpu().double().unbind(1), grad.cpu().double()
@@ -132,7 +134,7 @@ def assert_has_gradient(
         check_quantized(
             codes[i].view(torch.uint8)[has_row][:, :size], blocks[i][has_row], right, sizes.abs()
         )
-    products = (dy * naive.swiglu(gate, up, bound))[row.clamp(min=0)]
+    products = (dy * naive.activate(gate, up, bound))[row.clamp(min=0)]
     near = (found.grad_weights.cpu() - products.sum(-1)).abs() <= 1e-5 * products.abs().sum(-1)
     assert near[row >= 0].all()
     assert not found.grad_weights.cpu()[row < 0].any()
@@ -163,10 +165,10 @@ def test_the_launch_of_the_gradient_is_right(kind, size):
 def test_nothing_gives_nothing(num_tokens, size, device):
     plan = build_plan(torch.zeros(num_tokens, 2, dtype=torch.int64, device=device), 4)
     gate_up = gate_up_of(2 * num_tokens, size, device)
-    assert swiglu_rows(gate_up, None).shape == (2 * num_tokens, size)
+    assert activation_rows(gate_up, None).shape == (2 * num_tokens, size)
     weights = torch.ones(num_tokens, 2, device=device)
     given = gate_up[:, 0], gate_up, plan.token_to_row, weights, None
-    found = SwigluGradients(*swiglu_rows_backward(*given))
+    found = ActivationGradients(*activation_rows_backward(*given))
     assert not found.grad_weights.any()
 
 
@@ -174,30 +176,30 @@ def test_nothing_gives_nothing(num_tokens, size, device):
 @pytest.mark.parametrize("size", [100, 136])
 def test_a_token_has_the_same_bits_whatever_the_others_are(size):
     gate_up = gate_up_of(300, size, "cuda")
-    assert torch.equal(swiglu_rows(gate_up, 2.0)[7:9], swiglu_rows(gate_up[7:9], 2.0))
+    assert torch.equal(activation_rows(gate_up, 2.0)[7:9], activation_rows(gate_up[7:9], 2.0))
 
 
 def test_checks_and_fakes():
     gate_up, plan = gate_up_of(6, 40), build_plan(torch.zeros(3, 2, dtype=torch.int64), 4)
     given = gate_up[:, 0].contiguous(), gate_up, plan.token_to_row, torch.ones(3, 2), 1.0
     for op, inputs in (
-        (torch.ops.moefp8.swiglu_rows.default, (gate_up, None)),
-        (torch.ops.moefp8.swiglu_rows_backward.default, given),
+        (torch.ops.moefp8.activation_rows.default, (gate_up, None)),
+        (torch.ops.moefp8.activation_rows_backward.default, given),
     ):
         torch.library.opcheck(op, inputs)
-    with pytest.raises(ValueError, match="swiglu_rows: gate_up must be"):
-        swiglu_rows(gate_up[:, :1], None)
-    with pytest.raises(TypeError, match="swiglu_rows: gate_up must be bfloat16"):
-        swiglu_rows(gate_up.float(), None)
+    with pytest.raises(ValueError, match="activation_rows: gate_up must be"):
+        activation_rows(gate_up[:, :1], None)
+    with pytest.raises(TypeError, match="activation_rows: gate_up must be bfloat16"):
+        activation_rows(gate_up.float(), None)
     with pytest.raises(ValueError, match="top_k_weights must be"):
-        swiglu_rows_backward(*given[:3], torch.ones(3, 3), None)
+        activation_rows_backward(*given[:3], torch.ones(3, 3), None)
 
 
 def test_what_is_quantized_is_what_is_told_in_bf16():
     gate_up, plan = gate_up_of(8, 136), build_plan(torch.tensor([[0, 1]] * 4), 4)
     grad = torch.randn(8, 136).bfloat16()
-    found = SwigluGradients(
-        *swiglu_rows_backward(grad, gate_up, plan.token_to_row, torch.rand(4, 2), None)
+    found = ActivationGradients(
+        *activation_rows_backward(grad, gate_up, plan.token_to_row, torch.rand(4, 2), None)
     )
     exact = torch.nn.functional.pad(found.grad_gate_up.float(), (0, 120)).flatten(1)
     told = dequantize(BlockScaled(found.codes, found.scale_inv)).float()

@@ -1,7 +1,7 @@
 // The second pass over a tile, along its columns: `find_scales`, then `store_columns`. It makes scales from the largest
 // magnitudes of the first pass, computes all values again, and stores column codes.
 #pragma once
-#include "swiglu_columns_tile.cuh"
+#include "activation_columns_tile.cuh"
 
 constexpr int kUnits = kTile / kUnitRows * kTile / 2 / kThreads;  // of a thread: sixteen rows and two columns
 template <bool kBlocks>
@@ -101,8 +101,8 @@ __device__ void store_columns(const Arguments& args, const Tile& tile, Memory<kI
       const float weight = weights[r];
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        const SwigluGradient x =
-            differentiate_swiglu<kIsLimited>(part.grad_at(j), weight, part.saved_at(0, j, scales[0][r]),
+        const ActivationGradient x =
+            differentiate_activation<kIsLimited>(part.grad_at(j), weight, part.saved_at(0, j, scales[0][r]),
                                              part.saved_at(1, j, scales[1][r]), args.limit);
         quotients[0][j][r] = dividers[0][j].divide(x.of_gate);
         quotients[1][j][r] = dividers[1][j].divide(x.of_up);

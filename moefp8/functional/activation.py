@@ -1,6 +1,6 @@
 """SwiGLU in PyTorch, forward and backward, and its backward kernel. R rows, I intermediate.
 
-The GEMM of gate and up has the forward in its epilogue; `swiglu_backward.cu` is the backward.
+The GEMM of gate and up has the forward in its epilogue; `activation_backward.cu` is the backward.
 """
 
 from pathlib import Path
@@ -17,7 +17,7 @@ from ..kernels.program import Codes, Place, Record, Tensor
 _UNIT = 8  # elements of BF16, or codes, that a thread loads at once
 
 
-def swiglu(
+def activate(
     gate: torch.Tensor, up: torch.Tensor, limit: float | None = None, *, exact: bool = False
 ) -> torch.Tensor:
     """`silu(gate) * up` in FP32; `limit` clamps gate from above, and up on both sides.
@@ -31,10 +31,10 @@ def swiglu(
     return (F.silu(gate.double()).float() if exact else F.silu(gate)) * up
 
 
-def swiglu_grad(
+def activate_grad(
     grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, limit: float | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of gate and of up, given `grad`, that of `swiglu`, and the result of `swiglu`.
+    """The gradients of gate and up for `grad`, that of `activate`; and the result of `activate`.
 
     All are [..., I] in the dtype of `grad`. With s the sigmoid of gate, the derivative of silu is
     `s * (1 + gate * (1 - s))`. A clamped gate has gradient 0, and so has a clamped up.
@@ -112,16 +112,16 @@ def _are_readable_codes(gate_up: torch.Tensor) -> bool:
 
 # ---- The kernel of a backward ----
 
-_SOURCE = Path(__file__).with_name("swiglu_backward.cu")
+_SOURCE = Path(__file__).with_name("activation_backward.cu")
 _MAX_THREADS, _WARP_COLUMNS, _COLUMNS = 128, 256, 8
 
 
-def swiglu_backward_kernel_of(weights_dtype: torch.dtype, *, is_fp8: bool) -> Kernel:
+def activation_backward_kernel_of(weights_dtype: torch.dtype, *, is_fp8: bool) -> Kernel:
     flag = str(is_fp8).lower()
-    return Kernel(_SOURCE, f"swiglu_backward_kernel<{INPUTS[weights_dtype]}, {flag}>")
+    return Kernel(_SOURCE, f"activation_backward_kernel<{INPUTS[weights_dtype]}, {flag}>")
 
 
-def describe_swiglu_backward(
+def describe_activation_backward(
     r: Record,
     grad: Tensor,
     saved: Tensor,
@@ -146,7 +146,7 @@ def describe_swiglu_backward(
         saved_scales: fp32 [2 R, ceil(I/128)], rows innermost; None for bf16.
         rows: e4m3 [..., R, 2 * (I rounded up to 128)], contiguous; the padding of each half is
             written as zeros. fp32 scales, rows innermost.
-        limit: of `swiglu`; infinite if there is none.
+        limit: of `activate`; infinite if there is none.
         weights: [T, k]; the next three arguments are then required. None: each row is of one token,
             and of the arguments below only `bf16_rows` is allowed.
         token_to_row: int32 [T, k], contiguous.
@@ -190,7 +190,7 @@ def describe_swiglu_backward(
             "weight_choice_bytes": weights.bytes_of_stride(1),
         }
     r.step(
-        swiglu_backward_kernel_of(dtype, is_fp8=is_fp8),
+        activation_backward_kernel_of(dtype, is_fp8=is_fp8),
         num_choices,
         min(_MAX_THREADS, round_up(padded_size, _WARP_COLUMNS) // _COLUMNS),
         {**arguments, "num_choices": num_choices, "top_k": top_k},

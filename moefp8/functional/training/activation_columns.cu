@@ -1,9 +1,9 @@
 // The gradient of SwiGLU for experts with trained weights: row codes for the GEMM that computes the gradient of x,
 // column codes for the GEMMs that compute gradients of weights, which sum over tokens. Three kernels, in order:
 //
-// 1. swiglu_columns_weights_kernel computes the weight of each row.
-// 2. swiglu_columns_kernel makes codes from the gradient of `a` = silu(gate) * up, and from the saved gate and up.
-// 3. swiglu_columns_sums_kernel adds up the gradients of weights.
+// 1. activation_columns_weights_kernel computes the weight of each row.
+// 2. activation_columns_kernel makes codes from the gradient of `a` = silu(gate) * up, and from the saved gate and up.
+// 3. activation_columns_sums_kernel adds up the gradients of weights.
 //
 // A scale of row codes is for 128 columns, a scale of column codes for 128 rows, or for 128x128 of weighted `a` with
 // kBlocks. So a CTA owns a tile of 128x128. It computes all values twice: FP32 values of the three results would take
@@ -11,9 +11,9 @@
 // the largest magnitudes and stores row codes, the second stores column codes. Each has its own file, and so has the
 // tile that both read.
 #include "input.cuh"
-#include "swiglu_columns_first_pass.cuh"
-#include "swiglu_columns_second_pass.cuh"
-#include "swiglu_columns_tile.cuh"
+#include "activation_columns_first_pass.cuh"
+#include "activation_columns_second_pass.cuh"
+#include "activation_columns_tile.cuh"
 
 // ---- Weights of rows ----
 
@@ -49,11 +49,11 @@ struct Choices {
   }
 };
 
-// weight_of_row[r] = the sum of the weights of all choices of r, in the order in which swiglu_backward.cu adds them;
+// weight_of_row[r] = the sum of the weights of all choices of r, in the order in which activation_backward.cu adds them;
 // row_to_token[r] = their token.
 // Grid: a thread owns a choice. No shared memory, no barriers, no alignment.
 template <Input kWeights>
-__global__ void __launch_bounds__(kThreads) swiglu_columns_weights_kernel(const __grid_constant__ Arguments args) {
+__global__ void __launch_bounds__(kThreads) activation_columns_weights_kernel(const __grid_constant__ Arguments args) {
   const uint32_t choice = blockIdx.x * kThreads + threadIdx.x, top_k = args.top_k.value;
   wait_for_previous_kernel();
   let_next_kernel_start();
@@ -95,7 +95,7 @@ __device__ void both_passes(const Arguments& args, const Tile& tile, Memory<kIsF
 // Alignment: rows of grad and of BF16 tensors begin at multiples of 16 B, those of `rows` at 8 B, column codes at 16 B;
 // codes of gate and up at 8 B, or anywhere if 8 does not divide I. All may end anywhere.
 template <bool kIsFp8, bool kBlocks>
-__global__ void __launch_bounds__(kThreads, 2) swiglu_columns_kernel(const __grid_constant__ Arguments args) {
+__global__ void __launch_bounds__(kThreads, 2) activation_columns_kernel(const __grid_constant__ Arguments args) {
   extern __shared__ __align__(16) int memory[];
   Memory<kIsFp8>& shared = *reinterpret_cast<Memory<kIsFp8>*>(memory);
   wait_for_previous_kernel();
@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(kThreads, 2) swiglu_columns_kernel(const __gri
 // of_weights[t, j] = the sum of the partial sums of the choice's row, in the order of the tiles; 0 without a row.
 // Grid: a thread owns a choice, with kAtOnce loads in flight. No shared memory, no barriers, no alignment.
 template <int kAtOnce>
-__global__ void __launch_bounds__(kThreads) swiglu_columns_sums_kernel(const __grid_constant__ Arguments args) {
+__global__ void __launch_bounds__(kThreads) activation_columns_sums_kernel(const __grid_constant__ Arguments args) {
   const uint32_t choice = blockIdx.x * kThreads + threadIdx.x;
   wait_for_previous_kernel();
   let_next_kernel_start();

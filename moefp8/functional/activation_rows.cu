@@ -13,7 +13,7 @@ struct Arguments {
   float limit;  // bounds gate from above and up on both sides; may be infinite
 };
 
-__device__ inline float swiglu(float gate, float up, float limit) {
+__device__ inline float activate(float gate, float up, float limit) {
   constexpr float kLog2E = 1.4426950408889634f;
   const float g = gate > limit ? limit : gate, u = fabsf(up) > limit ? copysignf(limit, up) : up;  // NaN stays
   float exponential, sigmoid;
@@ -27,7 +27,7 @@ __device__ inline float swiglu(float gate, float up, float limit) {
 // Shared memory: none.
 // Barriers: none.
 // Alignment: all rows begin at multiples of 16 B, and may end anywhere; their padding is read and written, too.
-__global__ void __launch_bounds__(256) swiglu_kernel(const __grid_constant__ Arguments args) {
+__global__ void __launch_bounds__(256) activation_rows_kernel(const __grid_constant__ Arguments args) {
   const int64_t row = blockIdx.x;
   const uint8_t* gate_row = args.gate_up + 2 * row * args.row_bytes;
   wait_for_previous_kernel();
@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(256) swiglu_kernel(const __grid_constant__ Arg
     uint32_t words[kColumns / 2];
 #pragma unroll
     for (int i = 0; i < kColumns; i += 2) {
-      words[i / 2] = pack_bf16(swiglu(gate[i], up[i], args.limit), swiglu(gate[i + 1], up[i + 1], args.limit));
+      words[i / 2] = pack_bf16(activate(gate[i], up[i], args.limit), activate(gate[i + 1], up[i + 1], args.limit));
     }
     uint8_t* target = args.activated + row * args.row_bytes + column * sizeof(uint16_t);
     *reinterpret_cast<uint4*>(target) = {words[0], words[1], words[2], words[3]};

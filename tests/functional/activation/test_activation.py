@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.autograd.gradcheck import GradcheckError
 
-from moefp8.functional.swiglu import swiglu, swiglu_grad
+from moefp8.functional.activation import activate, activate_grad
 from tests import naive
 
 NAN, INF = float("nan"), float("inf")
@@ -17,12 +17,12 @@ class Formula(torch.autograd.Function):
     def forward(ctx, gate, up, limit, wrong):
         ctx.save_for_backward(gate, up)
         ctx.limit, ctx.wrong = limit, wrong
-        return naive.swiglu(gate, up, limit)
+        return naive.activate(gate, up, limit)
 
     @staticmethod
     def backward(ctx, grad):
-        of_gate, of_up, activated = swiglu_grad(grad, *ctx.saved_tensors, ctx.limit)
-        assert torch.allclose(activated, naive.swiglu(*ctx.saved_tensors, ctx.limit))
+        of_gate, of_up, activated = activate_grad(grad, *ctx.saved_tensors, ctx.limit)
+        assert torch.allclose(activated, naive.activate(*ctx.saved_tensors, ctx.limit))
         return ctx.wrong * of_gate, of_up, None, None
 
 
@@ -40,16 +40,16 @@ def test_the_gradient_is_that_of_the_forward(limit):
     gate, up, grad = 3 * torch.randn(3, 200)
     gate[:6] = torch.tensor([-1e30, -200.0, -88.0, 88.0, 200.0, 1e30])
     leaves = [x.clone().requires_grad_() for x in (gate, up)]
-    y = swiglu(*leaves, limit)
+    y = activate(*leaves, limit)
     expected = torch.autograd.grad(y, leaves, grad)
-    found = swiglu_grad(grad, gate, up, limit)
+    found = activate_grad(grad, gate, up, limit)
     torch.testing.assert_close(found, (*expected, y.detach()), rtol=1e-5, atol=1e-6)
 
 
 def test_where_the_limit_holds_there_is_none():
     gate = torch.tensor([1.5, 2.0, 2.5, -9.0, 1.0, 1.0, 1.0])
     up = torch.tensor([1.0, 1.0, 1.0, 1.0, 2.5, -2.5, -2.0])
-    of_gate, of_up, _ = swiglu_grad(torch.ones(7), gate, up, 2.0)
+    of_gate, of_up, _ = activate_grad(torch.ones(7), gate, up, 2.0)
     assert (of_gate == 0).tolist() == [False, False, True, False, False, False, False]
     assert (of_up == 0).tolist() == [False, False, False, False, True, True, False]
 
@@ -59,7 +59,7 @@ def test_what_is_not_finite_stays_where_it_is(bad):
     for at in range(3):
         made = list(torch.randn(3, 8))
         made[at][5] = bad
-        found = torch.stack(swiglu_grad(*made))
+        found = torch.stack(activate_grad(*made))
         assert bool(found[:2, [0, 1, 2, 3, 4, 6, 7]].isfinite().all())
         assert not bool(found[:2, 5].isfinite().all())
 
@@ -69,7 +69,7 @@ def test_exact_values_do_not_depend_on_where_the_tensor_ends(size):
     """PyTorch's vector code computes silu otherwise than the code that takes the last elements."""
     torch.manual_seed(0)
     gate, up = torch.randn(600, size) * 4, torch.randn(600, size)
-    whole = swiglu(gate, up, 3.0, exact=True)
+    whole = activate(gate, up, 3.0, exact=True)
     for num in (*range(1, 40), 599):
-        assert torch.equal(swiglu(gate[:num], up[:num], 3.0, exact=True), whole[:num])
-    assert torch.allclose(whole, swiglu(gate, up, 3.0), rtol=1e-6, atol=0)
+        assert torch.equal(activate(gate[:num], up[:num], 3.0, exact=True), whole[:num])
+    assert torch.allclose(whole, activate(gate, up, 3.0), rtol=1e-6, atol=0)

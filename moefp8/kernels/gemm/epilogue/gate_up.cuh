@@ -21,7 +21,7 @@ __device__ inline float max_or_nan(float a, float b) {
 }
 
 // gate / (1 + exp(-gate)) * up, by two approximations of MUFU, each within 2 ulp.
-__device__ inline float swiglu(float gate, float up) {
+__device__ inline float activate(float gate, float up) {
   constexpr float kLog2E = 1.4426950408889634f;
   float exponential, sigmoid;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(exponential) : "f"(__fmul_rn(gate, -kLog2E)));
@@ -30,7 +30,7 @@ __device__ inline float swiglu(float gate, float up) {
 }
 
 template <int kSize>
-__device__ void swiglu(float (&gate)[kSize], float (&up)[kSize], float limit) {
+__device__ void activate(float (&gate)[kSize], float (&up)[kSize], float limit) {
   if (limit < __uint_as_float(kInfinity)) {
 #pragma unroll
     for (int i = 0; i < kSize; ++i) {
@@ -39,7 +39,7 @@ __device__ void swiglu(float (&gate)[kSize], float (&up)[kSize], float limit) {
     }
   }
 #pragma unroll
-  for (int i = 0; i < kSize; ++i) gate[i] = swiglu(gate[i], up[i]);
+  for (int i = 0; i < kSize; ++i) gate[i] = activate(gate[i], up[i]);
 }
 
 __device__ inline uint32_t magnitude(float x) { return __float_as_uint(x) & kMagnitude; }
@@ -78,7 +78,7 @@ __device__ void meet_peer(Shared<C>& shared, uint32_t (&amax)[2], int num_tiles,
 
 // Tokens are rows: a thread has two columns of every eight of two rows.
 template <GemmConfig C, int kSize>
-__device__ void swiglu_epilogue_rows(const float (&v)[kSize], Shared<C>& shared, const TensorMap& d_map,
+__device__ void gate_up_epilogue_rows(const float (&v)[kSize], Shared<C>& shared, const TensorMap& d_map,
                                      const Arguments& args, const TileCoord<C>& coord, int num_tiles,
                                      const Thread<C>& thread) {
   uint32_t amax[2] = {0, 0};
@@ -135,7 +135,7 @@ __device__ uint8_t* columns_staging(Shared<C>& shared) {
 
 // Tokens are columns, of one warpgroup in each CTA: a thread has two of every eight, for outputs 8 apart.
 template <GemmConfig C, int kSize>
-__device__ void swiglu_epilogue_columns(const float (&v)[kSize], Shared<C>& shared, const Arguments& args,
+__device__ void gate_up_epilogue_columns(const float (&v)[kSize], Shared<C>& shared, const Arguments& args,
                                         const TileCoord<C>& coord, int num_tiles, const Thread<C>& thread) {
   static_assert(C.shares_scale_with_peer);
   using Tokens = Columns<C>;
@@ -242,7 +242,7 @@ __device__ void save_gate_up(const float (&gate)[kSize], const float (&up)[kSize
 }
 
 template <GemmConfig C>
-__device__ void swiglu_epilogue(float (&total)[C.parts][C.part_n / 2], Shared<C>& shared, const TensorMap& d_map,
+__device__ void gate_up_epilogue(float (&total)[C.parts][C.part_n / 2], Shared<C>& shared, const TensorMap& d_map,
                                 const Arguments& args, const TileCoord<C>& coord, int num_tiles, Thread<C> thread) {
   // The compiler must not see formulas in these: it would form addresses ahead of the loop over tiles, which has no
   // registers for them.
@@ -251,7 +251,7 @@ __device__ void swiglu_epilogue(float (&total)[C.parts][C.part_n / 2], Shared<C>
   auto& gate = reinterpret_cast<float(&)[kSize]>(total[0][0]);
   auto& up = reinterpret_cast<float(&)[kSize]>(total[C.parts / 2][C.parts == 1 ? kSize : 0]);
   if constexpr (C.saves_gate_up) save_gate_up<C.stacked>(gate, up, args, coord, thread);
-  swiglu(gate, up, args.activation.limit);
-  if constexpr (C.stacked) swiglu_epilogue_columns(gate, shared, args, coord, num_tiles, thread);
-  else swiglu_epilogue_rows(gate, shared, d_map, args, coord, num_tiles, thread);
+  activate(gate, up, args.activation.limit);
+  if constexpr (C.stacked) gate_up_epilogue_columns(gate, shared, args, coord, num_tiles, thread);
+  else gate_up_epilogue_rows(gate, shared, d_map, args, coord, num_tiles, thread);
 }

@@ -1,4 +1,4 @@
-// The arguments of the three kernels of swiglu_columns.cu. T tokens, k choices each, E experts, R rows, I
+// The arguments of the three kernels of activation_columns.cu. T tokens, k choices each, E experts, R rows, I
 // intermediate, B blocks of column codes.
 #pragma once
 #include "divisor.cuh"

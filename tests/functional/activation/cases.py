@@ -1,10 +1,10 @@
-"""Inputs of `swiglu_backward.cu`, the buffers that it fills, and what these must hold."""
+"""Inputs of `activation_backward.cu`, the buffers that it fills, and what these must hold."""
 
 from typing import NamedTuple
 
 import torch
 
-from moefp8.functional.swiglu import describe_swiglu_backward, empty_gate_up
+from moefp8.functional.activation import describe_activation_backward, empty_gate_up
 from moefp8.kernels import BLOCK, empty_tma_aligned, num_blocks, round_up
 from moefp8.kernels.common.blocks import E4M3, MIN_GRADIENT_AMAX
 from moefp8.kernels.program import Codes, Place, Record, layouts
@@ -107,7 +107,7 @@ def run(made: Made) -> Found:
         of_choices["is_first"] = found.is_first
 
     def describe(r: Record) -> None:
-        describe_swiglu_backward(
+        describe_activation_backward(
             r,
             **layouts(**inputs),
             rows=Codes.of(found.rows, found.row_scales.T, "rows"),
@@ -133,7 +133,7 @@ def check(made: Made, found: Found) -> None:
         rows = token_to_row[token_to_row >= 0].unique()
         at = token_to_row.flatten()
         weights = torch.stack([of_choices.flatten()[at == row].sum() for row in range(num_rows)])
-        check_choices(found, token_to_row, grad, naive.swiglu(gate, up, made.limit))
+        check_choices(found, token_to_row, grad, naive.activate(gate, up, made.limit))
     sizes = sizes_of_terms(gate, up)
     for i, of_half in enumerate(differentiated(gate, up, made.limit)):
         right, size_of_terms = ((weights[:, None] * grad * x)[rows] for x in (of_half, sizes[i]))
@@ -196,9 +196,9 @@ def check_quantized(
 
 
 def differentiated(gate: torch.Tensor, up: torch.Tensor, limit: float) -> list[torch.Tensor]:
-    """fp64: the derivatives of `swiglu` in gate and up, by PyTorch's own formulas."""
+    """fp64: the derivatives of `activate` in gate and up, by PyTorch's own formulas."""
     leaves = [x.clone().requires_grad_() for x in (gate, up)]
-    y = naive.swiglu(*leaves, limit)
+    y = naive.activate(*leaves, limit)
     return list(torch.autograd.grad(y.sum(), leaves))
 
 

@@ -6,18 +6,18 @@ import re
 import pytest
 import torch
 
-from moefp8.functional.swiglu import swiglu_backward_kernel_of
+from moefp8.functional.activation import activation_backward_kernel_of
 from moefp8.kernels import jit
 from moefp8.kernels.common.blocks import E4M3
 from moefp8.kernels.jit import compile_kernels
 from tests.fakes import cuda_on_cpu
 from tests.fakes.emulator import FakeDriver, emulated
-from tests.functional.swiglu.cases import CASES, Made, check, make, run
+from tests.functional.activation.cases import CASES, Made, check, make, run
 from tests.gpu import on_gpu
 
 DTYPES = torch.bfloat16, torch.float16, torch.float32
 KERNELS = [
-    swiglu_backward_kernel_of(dtype, is_fp8=fp8) for dtype in DTYPES for fp8 in (False, True)
+    activation_backward_kernel_of(dtype, is_fp8=fp8) for dtype in DTYPES for fp8 in (False, True)
 ]
 INF = math.inf
 
@@ -37,7 +37,7 @@ def test_every_variant_compiles_and_spills_nothing():
 def functions(tmp_path_factory):
     if not cuda_on_cpu.is_possible():
         pytest.skip("needs g++")
-    return cuda_on_cpu.build(KERNELS, tmp_path_factory.mktemp("swiglu_backward"))
+    return cuda_on_cpu.build(KERNELS, tmp_path_factory.mktemp("activation_backward"))
 
 
 @pytest.mark.parametrize("name", CASES)

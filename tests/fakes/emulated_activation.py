@@ -1,4 +1,4 @@
-"""What `swiglu.cu` and `swiglu_backward.cu` do, on the CPU, and whether their arguments are right.
+"""`activation_rows.cu` and `activation_backward.cu` on the CPU, with checks of their arguments.
 
 A part of the stand-in for libcuda: see `emulator.py`.
 """
@@ -8,14 +8,14 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
-from moefp8.functional.swiglu import swiglu, swiglu_grad
+from moefp8.functional.activation import activate, activate_grad
 from moefp8.kernels import num_blocks, round_up
 from moefp8.quant import numerics
 from tests.fakes.emulated_gemm import memory
 
 
-def swiglu_of_rows(made) -> None:
-    """What `swiglu.cu` does."""
+def activation_of_rows(made) -> None:
+    """What `activation_rows.cu` does."""
     x, num_rows, pitch = made.arguments, made.grid, made.arguments.row_bytes // 2
     assert made.block == min(256, round_up(-(-x.size // 8), 32))
     assert made.programmatic
@@ -25,7 +25,7 @@ def swiglu_of_rows(made) -> None:
     strides = [2 * pitch, pitch, 1]
     gate_up = memory(x.gate_up, torch.bfloat16, [num_rows, 2, x.size], strides)
     activated = memory(x.activated, torch.bfloat16, [num_rows, x.size], [pitch, 1])
-    activated.copy_(swiglu(*gate_up.unbind(1), x.limit))
+    activated.copy_(activate(*gate_up.unbind(1), x.limit))
 
 
 class Choices(NamedTuple):
@@ -39,7 +39,7 @@ class Choices(NamedTuple):
     weights: torch.Tensor
 
 
-def swiglu_backward(made, weights_dtype: torch.dtype) -> None:
+def activation_backward(made, weights_dtype: torch.dtype) -> None:
     x, is_fp8 = made.arguments, made.kernel.name.endswith("true>")
     check_launch(made, is_fp8)
     index, rows, weights = choices_of(x, weights_dtype)
@@ -48,7 +48,7 @@ def swiglu_backward(made, weights_dtype: torch.dtype) -> None:
     num_rows = int(rows.max()) + 1
     grads = memory(x.grad, torch.bfloat16, [num_rows, x.size], [x.grad_row_bytes // 2, 1])
     grad, gate_up = grads[rows].float(), saved_rows(x, rows, is_fp8)
-    *of_halves, activated = swiglu_grad(grad * weights[:, None], *gate_up.unbind(1), x.limit)
+    *of_halves, activated = activate_grad(grad * weights[:, None], *gate_up.unbind(1), x.limit)
     padded = F.pad(torch.stack(of_halves, 1), (0, x.padded_size - x.size)).flatten(1)
     data, scale_inv = numerics.quantize_1x128(padded, False, x.min_amax)
     codes = memory(x.rows, torch.uint8, [num_rows, data.shape[1]], [x.row_pitch, 1])

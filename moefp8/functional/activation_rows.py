@@ -27,19 +27,25 @@ from ..kernels.jit import Kernel, Launch
 from ..kernels.program import Codes, Place, Record, Target, Tensor, layouts, prepare_launch
 from ..quant.numerics import quantize_1x128
 from ..routing.combine import first_choices
-from .swiglu import describe_swiglu_backward, empty_gate_up, in_saved_layout, swiglu, swiglu_grad
+from .activation import (
+    activate,
+    activate_grad,
+    describe_activation_backward,
+    empty_gate_up,
+    in_saved_layout,
+)
 
-_OP, _BACKWARD = "swiglu_rows", "swiglu_rows_backward"
+_OP, _BACKWARD = "activation_rows", "activation_rows_backward"
 
 
-class SwigluInputs(NamedTuple):
-    """gate_up: bf16 [R, 2, I], best in the layout of `empty_gate_up`. limit: as in `swiglu`."""
+class ActivationInputs(NamedTuple):
+    """gate_up: bf16 [R, 2, I], best in the layout of `empty_gate_up`. limit: as in `activate`."""
 
     gate_up: torch.Tensor
     limit: float | None
 
 
-def _allocate(inputs: SwigluInputs) -> torch.Tensor:
+def _allocate(inputs: ActivationInputs) -> torch.Tensor:
     """Check, then allocate the result; this is also the fake body."""
     gate_up = inputs.gate_up
     check_tensor(_OP, "gate_up", gate_up, (torch.bfloat16,), 3)
@@ -53,13 +59,13 @@ def _empty_rows(like: torch.Tensor, num_rows: int, size: int) -> torch.Tensor:
     return like.new_empty((num_rows, round_up(size, 8)), dtype=torch.bfloat16)[:, :size]
 
 
-def _body(inputs: SwigluInputs) -> torch.Tensor:
+def _body(inputs: ActivationInputs) -> torch.Tensor:
     activated = _allocate(inputs)
     gate, up = inputs.gate_up.unbind(1)
-    return activated.copy_(swiglu(gate, up, inputs.limit))
+    return activated.copy_(activate(gate, up, inputs.limit))
 
 
-def _launch(inputs: SwigluInputs) -> torch.Tensor:
+def _launch(inputs: ActivationInputs) -> torch.Tensor:
     activated = _allocate(inputs)
     if activated.numel():
         gate_up, limit = in_saved_layout(inputs.gate_up), inputs.limit
@@ -73,28 +79,30 @@ def _launch(inputs: SwigluInputs) -> torch.Tensor:
 def _prepare(gate_up: torch.Tensor, limit: float | None) -> Launch:
     device_index, limit = gate_up.get_device(), math.inf if limit is None else limit
     r = Record(target_of(device_index), ("gate_up", "activated"))
-    describe_swiglu(r, Tensor.of(gate_up, "gate_up"), Place("activated"), limit)
+    describe_activation_rows(r, Tensor.of(gate_up, "gate_up"), Place("activated"), limit)
     return prepare_launch(r, device_index)
 
 
-def swiglu_kernels(target: Target, size: int) -> Iterator[Kernel]:
-    """The kernel of `swiglu_rows`."""
+def activation_rows_kernels(target: Target, size: int) -> Iterator[Kernel]:
+    """The kernel of `activation_rows`."""
     r = Record(target, ("gate_up", "activated"))
-    describe_swiglu(r, Tensor.contiguous("gate_up", 1, 2, size), Place("activated"), math.inf)
+    describe_activation_rows(
+        r, Tensor.contiguous("gate_up", 1, 2, size), Place("activated"), math.inf
+    )
     yield from r.kernels
 
 
-swiglu_rows = register_inputs(
-    _OP, SwigluInputs, "Tensor", cpu=_body, fake=_allocate, hopper=_launch
+activation_rows = register_inputs(
+    _OP, ActivationInputs, "Tensor", cpu=_body, fake=_allocate, hopper=_launch
 )
-"""`swiglu` of each row, rounded to BF16: `SwigluInputs` -> [R, I]."""
+"""`activate` of each row, rounded to BF16: `ActivationInputs` -> [R, I]."""
 
 
 # ---- The gradient ----
 
 
-class SwigluGradients(NamedTuple):
-    """The results of `swiglu_rows_backward`; rows of no choice are undefined.
+class ActivationGradients(NamedTuple):
+    """The results of `activation_rows_backward`; rows of no choice are undefined.
 
     codes, scale_inv: d[gate | up], e4m3 [R, 2 * (I rounded up to 128)], halves padded with zeros,
         and its fp32 1x128 scales as `quantize_1x128` makes them.
@@ -112,11 +120,11 @@ class SwigluGradients(NamedTuple):
     is_first: torch.Tensor
 
 
-class SwigluBackwardInputs(NamedTuple):
-    """The inputs of `swiglu_rows_backward`.
+class ActivationBackwardInputs(NamedTuple):
+    """The inputs of `activation_rows_backward`.
 
     grad: bf16 [R, I], the gradient of activated values, not yet times the weight of a choice.
-    gate_up, limit: as in `swiglu_rows`.
+    gate_up, limit: as in `activation_rows`.
     token_to_row: int32 [T, k], as in `RoutingPlan`.
     top_k_weights: [T, k] bf16, fp16 or fp32.
     """
@@ -128,7 +136,7 @@ class SwigluBackwardInputs(NamedTuple):
     limit: float | None
 
 
-def _allocate_backward(inputs: SwigluBackwardInputs) -> SwigluGradients:
+def _allocate_backward(inputs: ActivationBackwardInputs) -> ActivationGradients:
     """Check, then allocate the gradients; this is also the fake body."""
     grad, gate_up, token_to_row, weights, _ = inputs
     check_same_device(_BACKWARD, grad=grad, gate_up=gate_up, top_k_weights=weights)
@@ -140,7 +148,7 @@ def _allocate_backward(inputs: SwigluBackwardInputs) -> SwigluGradients:
     check_shape(_BACKWARD, "top_k_weights", weights, token_to_row.shape, "[T, k]")
     padded = 2 * round_up(size, BLOCK)
     per_choice = (weights.new_empty(weights.shape, dtype=torch.float32) for _ in range(2))
-    return SwigluGradients(
+    return ActivationGradients(
         grad.new_empty((num_rows, padded), dtype=E4M3),
         empty_tma_aligned((num_rows, padded // BLOCK), device),
         empty_gate_up(grad, num_rows, size),
@@ -149,12 +157,12 @@ def _allocate_backward(inputs: SwigluBackwardInputs) -> SwigluGradients:
     )
 
 
-def _body_backward(inputs: SwigluBackwardInputs) -> SwigluGradients:
+def _body_backward(inputs: ActivationBackwardInputs) -> ActivationGradients:
     gradients = _allocate_backward(inputs)
     grad, gate_up, token_to_row, top_k_weights, limit = inputs
     num_rows, (gate, up) = len(grad), gate_up.unbind(1)
     weight_of_row, is_first = weights_of_rows(token_to_row, top_k_weights, num_rows)
-    *grad_halves, activated = swiglu_grad(grad.float(), gate, up, limit)
+    *grad_halves, activated = activate_grad(grad.float(), gate, up, limit)
     grad_gate_up = torch.stack(grad_halves, 1) * weight_of_row[:, None, None]
     padded = zero_padded(grad_gate_up, 2).flatten(1)
     data, scale_inv = quantize_1x128(padded, min_amax=MIN_GRADIENT_AMAX)
@@ -183,7 +191,7 @@ def weights_of_rows(
     return row_weights[:num_rows], first_choices(token_to_row)
 
 
-def _launch_backward(inputs: SwigluBackwardInputs) -> SwigluGradients:
+def _launch_backward(inputs: ActivationBackwardInputs) -> ActivationGradients:
     gradients = _allocate_backward(inputs)
     grad, gate_up, token_to_row, weights, limit = inputs
     if grad.numel() == 0:
@@ -193,19 +201,19 @@ def _launch_backward(inputs: SwigluBackwardInputs) -> SwigluGradients:
     gate_up, token_to_row = in_saved_layout(gate_up), token_to_row.contiguous()
     if (grad.data_ptr() | 2 * grad.stride(0)) % 16 or grad.stride(1) != 1:
         grad = _empty_rows(grad, *grad.shape).copy_(grad)
-    inputs = SwigluBackwardInputs(grad, gate_up, token_to_row, weights, limit)
+    inputs = ActivationBackwardInputs(grad, gate_up, token_to_row, weights, limit)
     key = (_BACKWARD, *map(layout_of, inputs[:4]), limit)
     launch = prepared(key, lambda: _prepare_backward(inputs, gradients))
     launch.on(grad.get_device(), tuple([x.data_ptr() for x in (*inputs[:4], *gradients)]))
     return gradients
 
 
-def _prepare_backward(inputs: SwigluBackwardInputs, gradients: SwigluGradients) -> Launch:
+def _prepare_backward(inputs: ActivationBackwardInputs, gradients: ActivationGradients) -> Launch:
     grad, gate_up, _, weights, limit = inputs
     device_index = grad.get_device()
-    r = Record(target_of(device_index), (*SwigluBackwardInputs._fields[:4], *gradients._fields))
+    r = Record(target_of(device_index), (*ActivationBackwardInputs._fields[:4], *gradients._fields))
     tensors = layouts(grad=grad, gate_up=gate_up, top_k_weights=weights)
-    describe_swiglu_backward(
+    describe_activation_backward(
         r,
         tensors["grad"],
         tensors["gate_up"],
@@ -222,10 +230,12 @@ def _prepare_backward(inputs: SwigluBackwardInputs, gradients: SwigluGradients) 
     return prepare_launch(r, device_index)
 
 
-def swiglu_backward_kernels(target: Target, dtype: torch.dtype, size: int) -> Iterator[Kernel]:
-    """The kernel of `swiglu_rows_backward`. dtype: of the weights of choices."""
-    r = Record(target, SwigluBackwardInputs._fields[:4])
-    describe_swiglu_backward(
+def activation_rows_backward_kernels(
+    target: Target, dtype: torch.dtype, size: int
+) -> Iterator[Kernel]:
+    """The kernel of `activation_rows_backward`. dtype: of the weights of choices."""
+    r = Record(target, ActivationBackwardInputs._fields[:4])
+    describe_activation_backward(
         r,
         Tensor.contiguous("grad", 1, size),
         Tensor.contiguous("gate_up", 1, 2, size),
@@ -238,37 +248,37 @@ def swiglu_backward_kernels(target: Target, dtype: torch.dtype, size: int) -> It
     yield from r.kernels
 
 
-swiglu_rows_backward = register_inputs(
+activation_rows_backward = register_inputs(
     _BACKWARD,
-    SwigluBackwardInputs,
+    ActivationBackwardInputs,
     "(Tensor codes, Tensor scale_inv, Tensor grad_gate_up, Tensor weight_of_row, "
     "Tensor grad_weights, Tensor is_first)",
     cpu=_body_backward,
     fake=_allocate_backward,
     hopper=_launch_backward,
 )
-"""The gradient of `swiglu_rows` times the weights of choices: `SwigluBackwardInputs` ->
-`SwigluGradients`. grad_weights[t, j] is the dot product of grad and the activated values in the
+"""The gradient of `activation_rows` times the weights of choices: `ActivationBackwardInputs` ->
+`ActivationGradients`. grad_weights[t, j] is the dot product of grad and the activated values in the
 row of choice j of token t."""
 
 
 # ---- The kernel of rows ----
 
-_SOURCE = Path(__file__).with_name("swiglu.cu")
+_SOURCE = Path(__file__).with_name("activation_rows.cu")
 _WARP, _MAX_THREADS, _COLUMNS = 32, 256, 8
 
 
-def describe_swiglu(r: Record, gate_up: Tensor, activated: Place, limit: float) -> None:
-    """Add a step to r: `swiglu` of gate and up. It waits for the previous step.
+def describe_activation_rows(r: Record, gate_up: Tensor, activated: Place, limit: float) -> None:
+    """Add a step to r: `activate` of gate and up. It waits for the previous step.
 
     Args:
         gate_up: bf16 [R, 2, I] in the layout of `empty_gate_up`.
         activated: bf16 [R, I], in rows of the same pitch.
-        limit: of `swiglu`; infinite if there is none.
+        limit: of `activate`; infinite if there is none.
     """
     num_rows, _, size = gate_up.shape
     r.step(
-        Kernel(_SOURCE, "swiglu_kernel"),
+        Kernel(_SOURCE, "activation_rows_kernel"),
         num_rows,
         min(_MAX_THREADS, round_up(ceil_div(size, _COLUMNS), _WARP)),
         {

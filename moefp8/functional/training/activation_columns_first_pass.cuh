@@ -1,7 +1,7 @@
 // The first pass over a tile, along its rows: `first_pass`, then `store_products`. It stores row codes with their
 // scales, and the sums of grad times `a`. The largest magnitudes of columns stay in registers, for the second pass.
 #pragma once
-#include "swiglu_columns_tile.cuh"
+#include "activation_columns_tile.cuh"
 
 // The larger of a magnitude and that of x; NaN is the largest.
 __device__ inline float larger_magnitude(float amax, float x) {
@@ -122,7 +122,7 @@ __device__ void first_pass(const Arguments& args, const Tile& tile, Memory<kIsFp
 #pragma unroll
       for (int j = 0; j < kColumns; ++j) {
         const float grad = part.grad_at(j);
-        const SwigluGradient x = differentiate_swiglu<kIsLimited>(grad, weight, part.saved_at(0, j, scales[0]),
+        const ActivationGradient x = differentiate_activation<kIsLimited>(grad, weight, part.saved_at(0, j, scales[0]),
                                                                   part.saved_at(1, j, scales[1]), args.limit);
         values[i][0][j] = x.of_gate, values[i][1][j] = x.of_up;
         amax[i][0] = larger_magnitude(amax[i][0], x.of_gate), amax[i][1] = larger_magnitude(amax[i][1], x.of_up);

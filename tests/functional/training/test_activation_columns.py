@@ -7,20 +7,20 @@ import shutil
 import pytest
 import torch
 
-from moefp8.functional.swiglu import swiglu_backward_kernel_of
-from moefp8.functional.swiglu_rows import SwigluGradients, swiglu_rows_backward
-from moefp8.functional.training import swiglu_columns as room
-from moefp8.functional.training.swiglu_columns import (
-    SwigluColumnsGradients,
-    SwigluColumnsInputs,
-    swiglu_columns_backward,
+from moefp8.functional.activation import activation_backward_kernel_of
+from moefp8.functional.activation_rows import ActivationGradients, activation_rows_backward
+from moefp8.functional.training import activation_columns as room
+from moefp8.functional.training.activation_columns import (
+    ActivationColumnsGradients,
+    ActivationColumnsInputs,
+    activation_columns_backward,
 )
 from moefp8.kernels import jit
 from moefp8.kernels.common.blocks import E4M3
 from moefp8.kernels.jit import compile_kernels
 from tests.fakes import cuda_on_cpu
 from tests.fakes.emulator import FakeDriver, emulated
-from tests.functional.training.swiglu_columns_cases import (
+from tests.functional.training.activation_columns_cases import (
     CASES,
     Case,
     assert_blocks_change_activated_alone,
@@ -48,8 +48,8 @@ KERNELS = [
 LIMITS = None, 0.5
 
 
-def op(made: SwigluColumnsInputs) -> SwigluColumnsGradients:
-    return SwigluColumnsGradients(*swiglu_columns_backward(*made))
+def op(made: ActivationColumnsInputs) -> ActivationColumnsGradients:
+    return ActivationColumnsGradients(*activation_columns_backward(*made))
 
 
 # ---- The op ----
@@ -83,8 +83,10 @@ def test_rows_are_those_of_the_op_without_columns(name):
     made = make(CASES[name], torch.float32, False, 0.5)
     grad, gate_up, _, _, token_to_row, weights, limit, _ = made
     token_to_row = token_to_row.masked_fill(token_to_row >= len(grad), -1).clamp(min=-1)
-    rows = SwigluGradients(
-        *swiglu_rows_backward(grad.nan_to_num(), gate_up.nan_to_num(), token_to_row, weights, limit)
+    rows = ActivationGradients(
+        *activation_rows_backward(
+            grad.nan_to_num(), gate_up.nan_to_num(), token_to_row, weights, limit
+        )
     )
     found = op(made)
     for block in blocks_of(made):
@@ -110,7 +112,7 @@ def test_nothing_gives_nothing(counts, size, device):
 
 
 def test_the_op_keeps_the_rules_of_torch():
-    overload = torch.ops.moefp8.swiglu_columns_backward.default
+    overload = torch.ops.moefp8.activation_columns_backward.default
     checks = "test_autograd_registration", "test_faketensor"
     for fp8, blocks in ((False, False), (True, True)):
         made = make(Case([3], 2, 8), torch.float32, fp8, 1.0, blocks=blocks)
@@ -129,7 +131,7 @@ def test_bad_input_is_named():
         ({"token_to_row": made.token_to_row[0]}, ValueError, "token_to_row must have 2"),
         ({"top_k_weights": made.top_k_weights[1:]}, ValueError, "top_k_weights must be"),
     ):
-        with pytest.raises(error, match=f"swiglu_columns_backward: .*{message}"):
+        with pytest.raises(error, match=f"activation_columns_backward: .*{message}"):
             op(made._replace(**change))
 
 
@@ -161,7 +163,7 @@ def test_shared_memory_is_as_large_as_the_kernel_takes_it(tmp_path):
 def on_cpu(tmp_path_factory):
     if not cuda_on_cpu.is_possible():
         pytest.skip("needs g++")
-    folder = tmp_path_factory.mktemp("swiglu_columns")
+    folder = tmp_path_factory.mktemp("activation_columns")
     return cuda_on_cpu.build(KERNELS, folder, with_numerics=True)
 
 
@@ -199,7 +201,7 @@ def test_the_op_launches_the_kernels(launched, name, fp8):
     """What lies otherwise is copied before."""
     made = make(CASES[name], torch.float32, fp8, 0.5)
     expected = op(made)
-    names = [x.kernel.name.removeprefix("swiglu_columns_") for x in launched.launched]
+    names = [x.kernel.name.removeprefix("activation_columns_") for x in launched.launched]
     assert [name.split("<")[0] for name in names] == ["weights_kernel", "kernel", "sums_kernel"]
     check(made, expected)
     other = made._replace(
@@ -229,18 +231,20 @@ def test_the_emulator_is_right(name, fp8, blocks):
 def test_the_kernels_rows_are_those_of_the_kernel_without_columns(launched, tmp_path):
     made = make(CASES["rows that choices share"], torch.float32, False, 0.5)
     found = run(made)
-    kernel = swiglu_backward_kernel_of(torch.float32, is_fp8=False)
+    kernel = activation_backward_kernel_of(torch.float32, is_fp8=False)
     other = cuda_on_cpu.build([kernel], tmp_path)
     with jit.using(FakeDriver(library=cuda_on_cpu.OnCpu(other))):
         assert_rows_are_those_without_columns(made, found)
 
 
 def assert_rows_are_those_without_columns(
-    made: SwigluColumnsInputs, found: SwigluColumnsGradients
+    made: ActivationColumnsInputs, found: ActivationColumnsGradients
 ) -> None:
     """Choices have no rows but those of experts, and each of these has one."""
     grad, gate_up, _, _, token_to_row, weights, limit, _ = made
-    rows = SwigluGradients(*swiglu_rows_backward(grad, gate_up, token_to_row, weights, limit))
+    rows = ActivationGradients(
+        *activation_rows_backward(grad, gate_up, token_to_row, weights, limit)
+    )
     has_choice = torch.isin(torch.arange(len(grad)), token_to_row.cpu())
     ours, theirs = (x.codes.view(torch.uint8).cpu()[has_choice] for x in (found, rows))
     assert torch.equal(ours, theirs)

@@ -1,4 +1,4 @@
-"""Inputs of `swiglu_columns.cu`, the memory that it fills, and what that must hold."""
+"""Inputs of `activation_columns.cu`, the memory that it fills, and what that must hold."""
 
 import math
 from collections.abc import Iterator
@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 import torch
 
-from moefp8.functional.swiglu import empty_gate_up
-from moefp8.functional.training.swiglu_columns import (
-    SwigluColumnsGradients,
-    SwigluColumnsInputs,
-    describe_swiglu_columns,
+from moefp8.functional.activation import empty_gate_up
+from moefp8.functional.training.activation_columns import (
+    ActivationColumnsGradients,
+    ActivationColumnsInputs,
+    describe_activation_columns,
 )
 from moefp8.kernels import BLOCK, num_blocks, round_up, tma_aligned
 from moefp8.kernels.program import Codes, Place, Record, layouts
@@ -19,7 +19,7 @@ from moefp8.quant import BlockScaled, dequantize
 from moefp8.quant.columns import num_column_blocks
 from moefp8.quant.numerics import quantize_1x128
 from tests import naive, records
-from tests.functional.swiglu.cases import (
+from tests.functional.activation.cases import (
     check_quantized,
     differentiated,
     in_padded_rows,
@@ -63,8 +63,8 @@ def make(
     device: str = "cpu",
     *,
     blocks: bool = False,
-) -> SwigluColumnsInputs:
-    """SwigluColumnsInputs; rows without a choice, and what lies behind rows, are NaN."""
+) -> ActivationColumnsInputs:
+    """ActivationColumnsInputs; rows without a choice, and what lies behind rows, are NaN."""
     num_rows = sum(case.counts) + 2 * case.beside
     offsets = list(accumulate(case.counts, initial=case.beside))
     token_to_row = choices_of(case)
@@ -90,7 +90,7 @@ def make(
     grad = in_padded_rows(memory[:, : case.size], grad)
     weights = torch.rand(len(token_to_row), 2 * case.top_k) + 0.1
     weights[::3] = 0.0
-    return SwigluColumnsInputs(
+    return ActivationColumnsInputs(
         grad,
         saved,
         scales,
@@ -123,7 +123,7 @@ def choices_of(case: Case) -> torch.Tensor:
     return rows[torch.randperm(len(rows))].view(-1, case.top_k).int()
 
 
-def run(made: SwigluColumnsInputs) -> SwigluColumnsGradients:
+def run(made: ActivationColumnsInputs) -> ActivationColumnsGradients:
     """Launch the kernels into poisoned memory; they write nothing behind it."""
     grad, saved, scales, offsets, token_to_row, weights, limit, has_blocks = made
     (num_rows, size), device = grad.shape, grad.device
@@ -144,7 +144,7 @@ def run(made: SwigluColumnsInputs) -> SwigluColumnsGradients:
     buffers = [poisoned((n + 16,), dtype, device) for n, dtype in sizes]
     filled = [buffer[:n] for buffer, (n, _) in zip(buffers, sizes, strict=True)]
     rows, row_scales, *columns, of_weights, is_first, partial_sums = filled
-    found = SwigluColumnsGradients(
+    found = ActivationColumnsGradients(
         rows.view(num_rows, -1),
         row_scales.view(-1, pitch)[:, :num_rows].T,
         columns[0].view(blocks, 2 * size, BLOCK),
@@ -167,7 +167,7 @@ def run(made: SwigluColumnsInputs) -> SwigluColumnsGradients:
     }
 
     def describe(r: Record) -> None:
-        describe_swiglu_columns(
+        describe_activation_columns(
             r,
             **layouts(**inputs),
             **{name: Place(name) for name in others},
@@ -191,7 +191,7 @@ class Block(NamedTuple):
     count: int
 
 
-def blocks_of(made: SwigluColumnsInputs) -> Iterator[Block]:
+def blocks_of(made: ActivationColumnsInputs) -> Iterator[Block]:
     for expert, (begin, end) in enumerate(pairwise(made.expert_offsets.tolist())):
         for i, first in enumerate(range(begin, end, BLOCK)):
             count = min(end - first, BLOCK)
@@ -199,7 +199,9 @@ def blocks_of(made: SwigluColumnsInputs) -> Iterator[Block]:
 
 
 def assert_blocks_change_activated_alone(
-    made: SwigluColumnsInputs, found: SwigluColumnsGradients, without: SwigluColumnsGradients
+    made: ActivationColumnsInputs,
+    found: ActivationColumnsGradients,
+    without: ActivationColumnsGradients,
 ) -> None:
     """The scale of 128 features is the largest of theirs, and all but w a has the same bits."""
     for block in blocks_of(made):
@@ -212,9 +214,9 @@ def assert_blocks_change_activated_alone(
     assert_same(made, found._replace(**of_activated), without)
 
 
-def cpu(found: SwigluColumnsGradients) -> SwigluColumnsGradients:
+def cpu(found: ActivationColumnsGradients) -> ActivationColumnsGradients:
     bytes_of = (x.view(torch.uint8) if x.itemsize == 1 else x for x in found)
-    return SwigluColumnsGradients(*(x.cpu() for x in bytes_of))
+    return ActivationColumnsGradients(*(x.cpu() for x in bytes_of))
 
 
 class Exact(NamedTuple):
@@ -226,7 +228,7 @@ class Exact(NamedTuple):
     products: torch.Tensor
 
 
-def exact_of(made: SwigluColumnsInputs) -> Exact:
+def exact_of(made: ActivationColumnsInputs) -> Exact:
     grad, gate_up = made.grad.cpu().double(), made.gate_up.cpu()
     num_rows, size = grad.shape
     if made.gate_up_scale_inv is not None:
@@ -236,7 +238,7 @@ def exact_of(made: SwigluColumnsInputs) -> Exact:
     weights = torch.stack([of_choices[at == row].sum() for row in range(num_rows)])
     has_choice = torch.isin(torch.arange(num_rows), at)
     limit = math.inf if made.limit is None else made.limit
-    activated, scale = naive.swiglu(gate, up, limit), (weights[:, None] * grad)[:, None]
+    activated, scale = naive.activate(gate, up, limit), (weights[:, None] * grad)[:, None]
     exact = Exact(
         scale * torch.stack(differentiated(gate, up, limit), 1),
         weights[:, None] * activated,
@@ -246,7 +248,7 @@ def exact_of(made: SwigluColumnsInputs) -> Exact:
     return Exact(*(x.detach().index_fill(0, torch.nonzero(~has_choice)[:, 0], 0) for x in exact))
 
 
-def check(made: SwigluColumnsInputs, found: SwigluColumnsGradients) -> None:
+def check(made: ActivationColumnsInputs, found: ActivationColumnsGradients) -> None:
     """What is defined, against FP64."""
     found, exact = cpu(found), exact_of(made)
     size = made.grad.shape[1]
@@ -270,7 +272,7 @@ def check(made: SwigluColumnsInputs, found: SwigluColumnsGradients) -> None:
 
 
 def check_choices(
-    made: SwigluColumnsInputs, found: SwigluColumnsGradients, terms: torch.Tensor
+    made: ActivationColumnsInputs, found: ActivationColumnsGradients, terms: torch.Tensor
 ) -> None:
     token_to_row = made.token_to_row.cpu().long()
     has_row = (token_to_row >= 0) & (token_to_row < len(terms))
@@ -285,7 +287,7 @@ def check_choices(
     assert (error <= 1e-5 * terms.abs().sum(-1)).all()
 
 
-def assert_untouched(made: SwigluColumnsInputs, found: SwigluColumnsGradients) -> None:
+def assert_untouched(made: ActivationColumnsInputs, found: ActivationColumnsGradients) -> None:
     """Rows of no expert, and column codes behind those that become zeros, hold what they held."""
     found, blocks = cpu(found), list(blocks_of(made))
     is_other = torch.ones(len(made.grad), dtype=torch.bool)
@@ -301,7 +303,9 @@ def assert_untouched(made: SwigluColumnsInputs, found: SwigluColumnsGradients) -
 
 
 def assert_same(
-    made: SwigluColumnsInputs, ours: SwigluColumnsGradients, theirs: SwigluColumnsGradients
+    made: ActivationColumnsInputs,
+    ours: ActivationColumnsGradients,
+    theirs: ActivationColumnsGradients,
 ) -> None:
     """All bits of what is defined."""
     ours, theirs = cpu(ours), cpu(theirs)

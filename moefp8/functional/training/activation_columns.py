@@ -36,18 +36,18 @@ from ...kernels.program import Codes, Place, Record, Tensor, layouts, prepare_la
 from ...quant.block_scaled import BlockScaled, dequantize
 from ...quant.columns import empty_columns, num_column_blocks, quantize_128x1
 from ...quant.numerics import quantize_1x128
-from ..swiglu import readable_saved, swiglu_grad
-from ..swiglu_rows import weights_of_rows
+from ..activation import activate_grad, readable_saved
+from ..activation_rows import weights_of_rows
 
-_OP = "swiglu_columns_backward"
+_OP = "activation_columns_backward"
 _CODES = 8  # loaded at once by a thread
 
 
-class SwigluColumnsGradients(NamedTuple):
-    """The results of `swiglu_columns_backward`. Rows and blocks of no expert are undefined.
+class ActivationColumnsGradients(NamedTuple):
+    """The results of `activation_columns_backward`. Rows and blocks of no expert are undefined.
 
     codes, scale_inv: d[gate | up], e4m3 [R, 2 * (I rounded up to 128)], halves padded with zeros,
-        and its fp32 1x128 scales: as in `swiglu_rows_backward`, bit for bit.
+        and its fp32 1x128 scales: as in `activation_rows_backward`, bit for bit.
     gate_up_columns, gate_up_scale_inv: d[gate | up], gate's features first: column codes e4m3
         [B, 2 I, 128] with fp32 scales [B, 2 I].
     activated_columns, activated_scale_inv: w a, e4m3 [B, I, 128] with fp32 scales [B, I], or
@@ -66,8 +66,8 @@ class SwigluColumnsGradients(NamedTuple):
     is_first: torch.Tensor
 
 
-class SwigluColumnsInputs(NamedTuple):
-    """The inputs of `swiglu_columns_backward`.
+class ActivationColumnsInputs(NamedTuple):
+    """The inputs of `activation_columns_backward`.
 
     grad: bf16 [R, I], the gradient of activated values, not yet times the weight of a choice.
     gate_up: bf16 [R, 2, I], best in the layout of `empty_gate_up`, or codes e4m3 [2 R, I].
@@ -76,7 +76,7 @@ class SwigluColumnsInputs(NamedTuple):
     token_to_row: int32 [T, k], as in `RoutingPlan`; anything but [0, R) is no row. A row of an
         expert that no choice has counts as zeros.
     top_k_weights: [T, k] bf16, fp16 or fp32.
-    limit: of `swiglu`, or None.
+    limit: of `activate`, or None.
     blocks: column codes of w a have one scale for 128 tokens of 128 features; otherwise for 128
         tokens of one feature. All else is the same, bit for bit.
     """
@@ -91,7 +91,7 @@ class SwigluColumnsInputs(NamedTuple):
     blocks: bool = False
 
 
-def _check(inputs: SwigluColumnsInputs) -> None:
+def _check(inputs: ActivationColumnsInputs) -> None:
     grad, gate_up, scale_inv, expert_offsets, token_to_row, weights, *_ = inputs
     check_same_device(
         _OP,
@@ -122,7 +122,7 @@ def _check(inputs: SwigluColumnsInputs) -> None:
     check_shape(_OP, "top_k_weights", weights, token_to_row.shape, "[T, k] as token_to_row")
 
 
-def _allocate(inputs: SwigluColumnsInputs) -> SwigluColumnsGradients:
+def _allocate(inputs: ActivationColumnsInputs) -> ActivationColumnsGradients:
     """Check, then allocate the gradients; this is also the fake body."""
     _check(inputs)
     grad, weights, device = inputs.grad, inputs.top_k_weights, inputs.grad.device
@@ -130,7 +130,7 @@ def _allocate(inputs: SwigluColumnsInputs) -> SwigluColumnsGradients:
     num_columns = num_column_blocks(num_rows, len(inputs.expert_offsets) - 1)
     padded = 2 * round_up(size, BLOCK)
     per_choice = (weights.new_empty(weights.shape, dtype=torch.float32) for _ in range(2))
-    return SwigluColumnsGradients(
+    return ActivationColumnsGradients(
         grad.new_empty((num_rows, padded), dtype=E4M3),
         empty_tma_aligned((num_rows, padded // BLOCK), device),
         *empty_columns(num_columns, 2 * size, device),
@@ -139,7 +139,7 @@ def _allocate(inputs: SwigluColumnsInputs) -> SwigluColumnsGradients:
     )
 
 
-def _body(inputs: SwigluColumnsInputs) -> SwigluColumnsGradients:
+def _body(inputs: ActivationColumnsInputs) -> ActivationColumnsGradients:
     gradients = _allocate(inputs)
     grad, gate_up, scale_inv, expert_offsets, token_to_row, top_k_weights, limit, blocks = inputs
     num_rows, size = grad.shape
@@ -155,7 +155,7 @@ def _body(inputs: SwigluColumnsInputs) -> SwigluColumnsGradients:
     grad = grad.float().masked_fill(~has_choice[:, None], 0.0)
     gate, up = gate_up.float().masked_fill(~has_choice[:, None, None], 0.0).unbind(1)
     weight_of_row, is_first = weights_of_rows(token_to_row, top_k_weights, num_rows)
-    *grad_halves, activated = swiglu_grad(grad, gate, up, limit)
+    *grad_halves, activated = activate_grad(grad, gate, up, limit)
     grad_gate_up = torch.stack(grad_halves, 1) * weight_of_row[:, None, None]
     padded = zero_padded(grad_gate_up, 2).flatten(1)
     weighted = weight_of_row[:, None] * activated
@@ -179,7 +179,7 @@ def _columns(
     return data, scale_inv
 
 
-def _without_elements(gradients: SwigluColumnsGradients) -> SwigluColumnsGradients:
+def _without_elements(gradients: ActivationColumnsGradients) -> ActivationColumnsGradients:
     gradients.grad_weights.zero_()
     gradients.is_first.zero_()
     return gradients
@@ -193,7 +193,7 @@ _ADDRESSES = (
 )
 
 
-def _launch(inputs: SwigluColumnsInputs) -> SwigluColumnsGradients:
+def _launch(inputs: ActivationColumnsInputs) -> ActivationColumnsGradients:
     gradients = _allocate(inputs)
     if inputs.grad.numel() == 0:
         return _without_elements(gradients)
@@ -222,11 +222,13 @@ def _launch(inputs: SwigluColumnsInputs) -> SwigluColumnsGradients:
     return gradients
 
 
-def _prepare(inputs: SwigluColumnsInputs, gradients: SwigluColumnsGradients) -> Sequence[Launch]:
+def _prepare(
+    inputs: ActivationColumnsInputs, gradients: ActivationColumnsGradients
+) -> Sequence[Launch]:
     grad, gate_up, scales, expert_offsets, _, weights, limit, blocks = inputs
     device_index = grad.get_device()
     r = Record(target_of(device_index), _ADDRESSES)
-    describe_swiglu_columns(
+    describe_activation_columns(
         r,
         **layouts(grad=grad, saved=gate_up, saved_scales=scales, weights=weights),
         expert_offsets=Place("expert_offsets"),
@@ -247,7 +249,7 @@ def _prepare(inputs: SwigluColumnsInputs, gradients: SwigluColumnsGradients) -> 
     return prepare_launches(r, device_index).launches
 
 
-def _as_kernels_read(inputs: SwigluColumnsInputs) -> SwigluColumnsInputs:
+def _as_kernels_read(inputs: ActivationColumnsInputs) -> ActivationColumnsInputs:
     """Each input itself, or a copy if kernels cannot read its layout."""
     grad, gate_up, scales = inputs[:3]
     num_rows, size = grad.shape
@@ -264,30 +266,30 @@ def _as_kernels_read(inputs: SwigluColumnsInputs) -> SwigluColumnsInputs:
     )
 
 
-swiglu_columns_backward = register_inputs(
+activation_columns_backward = register_inputs(
     _OP,
-    SwigluColumnsInputs,
+    ActivationColumnsInputs,
     "(Tensor codes, Tensor scale_inv, Tensor gate_up_columns, Tensor gate_up_scale_inv, "
     "Tensor activated_columns, Tensor activated_scale_inv, Tensor grad_weights, Tensor is_first)",
     cpu=_body,
     fake=_allocate,
     hopper=_launch,
 )
-"""The gradient of `swiglu_rows` times the weights of choices, and the column codes for the
-gradients of W: `SwigluColumnsInputs` -> `SwigluColumnsGradients`. In column codes, rows after an
-expert's last one are zeros up to a multiple of 32. Raises TypeError, ValueError."""
+"""The gradient of `activation_rows` times the weights of choices, and the column codes for the
+gradients of W: `ActivationColumnsInputs` -> `ActivationColumnsGradients`. In column codes, rows
+after an expert's last one are zeros up to a multiple of 32. Raises TypeError, ValueError."""
 
 
 # ---- The kernels ----
 
-_SOURCE = Path(__file__).with_name("swiglu_columns.cu")
+_SOURCE = Path(__file__).with_name("activation_columns.cu")
 _THREADS = 256
 _LOADS_AT_ONCE = 8  # of partial sums
 _MAX_TILES = 2**31 - 1  # of a grid, and the largest number that `Divisor` takes
 
 
 def _kernel(name: str) -> Kernel:
-    return Kernel(_SOURCE, f"swiglu_columns_{name}")
+    return Kernel(_SOURCE, f"activation_columns_{name}")
 
 
 def weights_kernel_of(weights_dtype: torch.dtype) -> Kernel:
@@ -304,14 +306,14 @@ def sums_kernel_of() -> Kernel:
 
 
 def shared_bytes_of(*, is_fp8: bool) -> int:
-    """The size of `Memory` in swiglu_columns_tile.cuh."""
+    """The size of `Memory` in activation_columns_tile.cuh."""
     units, unit_rows, results, warps = 8, 16, 3, _THREADS // 32
     codes = sum(units * (unit_rows * BLOCK * n + 16) for n in (2, *[1 if is_fp8 else 2] * 2))
     amax, dividers, weights = warps * results * BLOCK * 4, results * BLOCK * 8, BLOCK * 4
     return codes + amax + dividers + weights + (2 * BLOCK * 4 if is_fp8 else 16)
 
 
-def describe_swiglu_columns(
+def describe_activation_columns(
     r: Record,
     grad: Tensor,
     saved: Tensor,
@@ -343,7 +345,7 @@ def describe_swiglu_columns(
         saved_scales: fp32 [2 R, ceil(I/128)], rows innermost; None for bf16.
         weights: [T, k].
         expert_offsets: int32 [E + 1]. token_to_row: int32 [T, k], contiguous.
-        limit: of `swiglu`; infinite if there is none.
+        limit: of `activate`; infinite if there is none.
         rows: e4m3 [..., R, 2 * (I rounded up to 128)], contiguous; the padding of each half is
             written as zeros. fp32 scales, rows innermost.
         gate_up_columns, activated_columns: e4m3 [B, 2 I, 128] and [B, I, 128]; fp32 [B, 2 I] and
@@ -364,7 +366,7 @@ def describe_swiglu_columns(
     num_tiles = num_column_blocks(num_rows, num_experts) * tiles_of_row
     if max(num_tiles, num_choices + _THREADS) > _MAX_TILES:
         raise ValueError(
-            f"swiglu_columns_backward: one call takes at most {_MAX_TILES} tiles of 128x128, and "
+            f"{_OP}: one call takes at most {_MAX_TILES} tiles of 128x128, and "
             f"choices, got {num_tiles} and {num_choices}; split the tokens"
         )
     arguments: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""What the kernels of `swiglu_columns.cu` do, on the CPU, and whether their arguments are right.
+"""The kernels of `activation_columns.cu` on the CPU, with checks of their arguments.
 
 A part of the stand-in for libcuda: see `emulator.py`.
 """
@@ -7,12 +7,12 @@ from itertools import pairwise
 
 import torch
 
-from moefp8.functional.swiglu import swiglu
-from moefp8.functional.swiglu_rows import weights_of_rows
-from moefp8.functional.training.swiglu_columns import (
-    SwigluColumnsGradients,
+from moefp8.functional.activation import activate
+from moefp8.functional.activation_rows import weights_of_rows
+from moefp8.functional.training.activation_columns import (
+    ActivationColumnsGradients,
+    activation_columns_backward,
     shared_bytes_of,
-    swiglu_columns_backward,
 )
 from moefp8.kernels import num_blocks, round_up
 from moefp8.quant.columns import first_block, num_column_blocks
@@ -21,10 +21,10 @@ from tests.fakes.emulated_gemm import dtype_of, memory
 E4M3 = torch.float8_e4m3fn
 
 
-def swiglu_columns(made) -> None:
+def activation_columns(made) -> None:
     assert made.programmatic
     assert made.block == 256
-    name = made.kernel.name.removeprefix("swiglu_columns_")
+    name = made.kernel.name.removeprefix("activation_columns_")
     if name.startswith("weights"):
         weights(made)
     elif name.startswith("sums"):
@@ -93,8 +93,8 @@ def tiles(made, is_fp8: bool, has_blocks: bool) -> None:
     weight_of_row = memory(x.weight_of_row, torch.float32, [num_rows], [1])
     has_choice = weight_of_row.view(torch.int32) != 0
     rows = torch.arange(num_rows, dtype=torch.int32).masked_fill(~has_choice, -1)
-    found = SwigluColumnsGradients(
-        *swiglu_columns_backward.overload(
+    found = ActivationColumnsGradients(
+        *activation_columns_backward.overload(
             *(grad, gate_up, scales, offsets, rows[:, None], weight_of_row[:, None] + 0.0),
             *(x.limit, has_blocks),
         )
@@ -102,7 +102,7 @@ def tiles(made, is_fp8: bool, has_blocks: bool) -> None:
     values = gate_up.float()
     if is_fp8:
         values = values * scales.repeat_interleave(128, 1)[:, :size]
-    activated = swiglu(*values.view(num_rows, 2, size).unbind(1), x.limit)
+    activated = activate(*values.view(num_rows, 2, size).unbind(1), x.limit)
     products = torch.nn.functional.pad(grad.float() * activated, (0, -size % 128))
     partial = products.unflatten(1, (-1, 128)).sum(2).T.masked_fill(~has_choice, 0.0)
     strides = [x.num_rows, 1]
@@ -137,7 +137,7 @@ def saved_of(x, is_fp8: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
     return memory(x.saved, E4M3, [2 * x.num_rows, x.size], [x.size, 1]), scales
 
 
-def write_columns(x, found: SwigluColumnsGradients, block: int, end: int) -> None:
+def write_columns(x, found: ActivationColumnsGradients, block: int, end: int) -> None:
     for data, scales, codes, scale_inv, pitch in (
         (x.gate_up_columns, x.gate_up_scales, *found[2:4], x.gate_up_scale_pitch),
         (x.activated_columns, x.activated_scales, *found[4:6], x.activated_scale_pitch),

@@ -7,8 +7,8 @@
 #include "column_block.cuh"
 #include "copy_async.cuh"
 #include "fp8.cuh"
-#include "swiglu_columns_arguments.cuh"
-#include "swiglu_gradient.cuh"
+#include "activation_columns_arguments.cuh"
+#include "activation.cuh"
 
 constexpr int kTile = ColumnBlock::kRows;       // rows and columns
 constexpr int kColumns = 8;                     // of a thread, side by side, in the first pass
