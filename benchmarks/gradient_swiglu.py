@@ -17,6 +17,7 @@ from moefp8.functional.training.activation_columns import (
     activation_columns_backward,
 )
 from moefp8.kernels import E4M3, num_blocks, round_up
+from moefp8.kernels.common.activation import SWIGLU
 from moefp8.quant import BlockScaled, dequantize, quantize_1x128
 
 
@@ -68,7 +69,7 @@ class SwigluOfExperts:
         rows = torch.randperm(num_rows, device=device).view(-1, 8).int()
         weights = torch.rand(rows.shape, device=device)
         inputs = ActivationColumnsInputs(
-            grad, gate_up, scales, offsets.int(), rows, weights, None, case.blocks
+            grad, gate_up, scales, offsets.int(), rows, weights, SWIGLU, case.blocks
         )
         moved = _bytes_moved(inputs)
         return cls(case, inputs, torch.ones(moved // 2, dtype=torch.uint8, device=device))

@@ -89,7 +89,7 @@ def shared_experts(experts: GroupedExperts) -> Iterator[Row]:
         yield {"what": "shared experts in a graph, us", "tokens": tokens, **times}
 
     def three_linears(x: torch.Tensor) -> torch.Tensor:
-        return shared.down_proj(activate(shared.gate_proj(x), shared.up_proj(x), None))
+        return shared.down_proj(activate(shared.gate_proj(x), shared.up_proj(x)))
 
     for tokens in (1, MANY_TOKENS):
         x = random_tokens(tokens, device)

@@ -9,6 +9,7 @@ Modules are here; `moefp8.checkpoint` loads and saves, `moefp8.adapters` trains 
 from . import adapters, checkpoint, deep_gemm, kernels, quant, routing, testing
 from .checkpoint import load_checkpoint, save_checkpoint, updating
 from .distributed import frozen_parameters, prepare_ddp, prepare_fsdp, shard
+from .kernels.common.activation import Activation
 from .layers import (
     FP8Linear,
     GroupedExperts,
@@ -25,6 +26,7 @@ from .precompile import precompile
 __version__ = "0.1.0"
 
 __all__ = [
+    "Activation",
     "FP8Linear",
     "GroupedExperts",
     "MoE",

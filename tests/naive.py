@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 import torch
 
+from moefp8.kernels.common.activation import Activation
+
 
 def decode_e4m3(code: int) -> float:
     """1 sign, 4 exponent (bias 7), 3 mantissa bits; no infinity, 0x7f is NaN."""
@@ -127,9 +129,19 @@ def sigmoid_group_topk(
     return index, [w / total * factor for w in weights]
 
 
-def activate(gate: torch.Tensor, up: torch.Tensor, limit: float | None) -> torch.Tensor:
+def activate(
+    gate: torch.Tensor, up: torch.Tensor, activation: Activation | None = None
+) -> torch.Tensor:
+    kind, limit, alpha = activation or Activation()
     if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    if kind == "geglu":
+        return gate / 2 * torch.erfc(-gate / 2**0.5) * up
+    if kind == "geglu_tanh":  # (1 + tanh(x)) / 2 = sigmoid(2 x)
+        half = (2 / math.pi) ** 0.5 * (gate + 0.044715 * gate**3)
+        return gate * (2 * half).sigmoid() * up
+    if kind == "gpt_oss":
+        return gate / (1 + (-(alpha or 1.702) * gate).exp()) * (up + 1)
     return gate / (1 + (-gate).exp()) * up
 
 
@@ -139,9 +151,9 @@ def experts(
     top_k_weights: torch.Tensor,
     gate_up: torch.Tensor,
     down: torch.Tensor,
-    limit: float | None = None,
+    activation: Activation | None = None,
 ) -> torch.Tensor:
-    """SwiGLU experts on plain weights gate_up [E, 2I, H] and down [E, H, I]; token by token."""
+    """Gated experts on plain weights gate_up [E, 2I, H] and down [E, H, I]; token by token."""
     result = torch.zeros(hidden_states.shape, dtype=torch.float64)
     for token, (ids, weights) in enumerate(
         zip(top_k_index.tolist(), top_k_weights.tolist(), strict=True)
@@ -151,7 +163,7 @@ def experts(
                 continue
             x = hidden_states[token].double()
             gate, up = (gate_up[expert].double() @ x).chunk(2)
-            result[token] += weight * (down[expert].double() @ activate(gate, up, limit))
+            result[token] += weight * (down[expert].double() @ activate(gate, up, activation))
     return result
 
 
@@ -169,12 +181,12 @@ def fp8_feed_forward(
     up_scale_inv: torch.Tensor,
     down: torch.Tensor,
     down_scale_inv: torch.Tensor,
-    limit: float | None = None,
+    activation: Activation | None = None,
 ) -> torch.Tensor:
-    """SwiGLU of x [T, H] on E4M3 weights [I, H] and [H, I], rounded where kernels do; bf16."""
+    """bf16 [T, H]: the feed-forward of E4M3 weights [I, H] and [H, I], rounded as kernels do."""
     x = rounded_to_fp8(x)
     gated = x @ values(gate, gate_scale_inv, 128).T
-    activated = activate(gated, x @ values(up, up_scale_inv, 128).T, limit)
+    activated = activate(gated, x @ values(up, up_scale_inv, 128).T, activation)
     return (rounded_to_fp8(activated) @ values(down, down_scale_inv, 128).T).bfloat16()
 
 
@@ -186,7 +198,7 @@ def fp8_experts(
     gate_up_scale_inv: torch.Tensor,
     down: torch.Tensor,
     down_scale_inv: torch.Tensor,
-    limit: float | None = None,
+    activation: Activation | None = None,
 ) -> torch.Tensor:
     """What `experts` gives on E4M3 weights, rounded where the kernels round; bf16 [T, H]."""
     num_experts, _, size = down.shape
@@ -204,7 +216,7 @@ def fp8_experts(
                 gate_up_scale_inv[expert, blocks:],
                 down[expert],
                 down_scale_inv[expert],
-                limit,
+                activation,
             )
             result[token] += top_k_weights[token, choice].float() * y[0].float()
     return result.bfloat16()
@@ -238,7 +250,7 @@ def fp8_feed_forward_grad(
     up_scale_inv: torch.Tensor,
     down: torch.Tensor,
     down_scale_inv: torch.Tensor,
-    limit: float | None = None,
+    activation: Activation | None = None,
     weight: float = 1.0,
     saved_in_fp8: bool = False,
 ) -> Gradients:
@@ -251,7 +263,7 @@ def fp8_feed_forward_grad(
     saved = [y.float().bfloat16() for y in saved]
     saved = [rounded_to_fp8(y) if saved_in_fp8 else y.double() for y in saved]
     saved = [y.requires_grad_() for y in saved]
-    activated = activate(*saved, limit)
+    activated = activate(*saved, activation)
     of_activated = through_fp8(grad, down, down_scale_inv).float().bfloat16().double()
     of_gate, of_up = torch.autograd.grad(activated, saved, of_activated * weight)
     of_x = through_fp8(of_gate, gate, gate_scale_inv) + through_fp8(of_up, up, up_scale_inv)
@@ -269,7 +281,7 @@ def fp8_experts_grad(
     gate_up_scale_inv: torch.Tensor,
     down: torch.Tensor,
     down_scale_inv: torch.Tensor,
-    limit: float | None = None,
+    activation: Activation | None = None,
     saved_in_fp8: bool = False,
 ) -> Gradients:
     """The gradients of `fp8_experts`. Choices of one expert by one token are one choice."""
@@ -289,7 +301,7 @@ def fp8_experts_grad(
                 gate_up_scale_inv[expert, blocks:],
                 down[expert],
                 down_scale_inv[expert],
-                limit,
+                activation,
                 float(top_k_weights[token, chosen].double().sum()),
                 saved_in_fp8,
             )

@@ -14,6 +14,7 @@ ROOT = Path(moefp8.__file__).parent
 CHECKPOINT = {"checkpoint/errors", "checkpoint/arguments", "checkpoint/files"}  # its foundations
 
 # Rooms and what each may import: arrows point down only.
+_ENGINE = "functional", "kernels/common"
 ALLOWED = {
     "system": {"system"},
     "kernels/jit": {"kernels/jit", "system"},
@@ -53,8 +54,8 @@ ALLOWED = {
         *("kernels", "quant", "routing", "functional", "layers", "distributed", "checkpoint"),
         "hf",
     },
-    "serving/sglang": {"serving/sglang", "serving/common", "serving/loaders", "functional"},
-    "serving/vllm": {"serving/vllm", "serving/common", "serving/loaders", "functional"},
+    "serving/sglang": {"serving/sglang", "serving/common", "serving/loaders", *_ENGINE},
+    "serving/vllm": {"serving/vllm", "serving/common", "serving/loaders", *_ENGINE},
     "serving/common": {"kernels", "layers", "precompile", "system"},
     "serving/loaders": {"kernels", "quant"},
     "serving": set(),

@@ -17,6 +17,7 @@ from ..functional.activation_rows import (
 from ..functional.autograd import first_order, no_gradients, records
 from ..functional.grouped_bf16 import add_low_rank, grouped_outer
 from ..functional.grouped_linear import grouped_dgrad
+from ..kernels.common.activation import Activation
 from ..kernels.common.blocks import BLOCK, num_blocks
 from ..kernels.gemm.grouped import m_grouped_fp8_gemm_nt_contiguous
 from ..quant.quantize import quantize_1x128, quantize_gradient_1x128
@@ -67,7 +68,7 @@ class Inputs(NamedTuple):
     b_of_down: torch.Tensor | None
     scaling_of_gate_up: float
     scaling_of_down: float
-    swiglu_limit: float | None
+    activation: Activation
     keep_transposed: bool | None
     expert_offset: int
     num_global_experts: int | None
@@ -126,7 +127,7 @@ def _forward(inputs: Inputs) -> tuple[torch.Tensor, Saved, RoutingPlan]:
         multiply(quantized, half, d, expert_offsets=offsets)
     if gate_up_adapter is not None:
         u_of_gate_up = gate_up_adapter.add_to(gate_up, rows.bfloat16(), offsets)
-    activated = activation_rows(gate_up, inputs.swiglu_limit)
+    activated = activation_rows(gate_up, inputs.activation)
     y = x.new_empty((len(rows), h), dtype=torch.bfloat16)
     down = inputs.down_proj, inputs.down_proj_scale_inv
     multiply(quantize_1x128(activated, False), down, y, expert_offsets=offsets)
@@ -176,12 +177,12 @@ def _backward(
         v_of_down = down_adapter.add_gradient_to(grad_activated, dy, offsets)
     through = ActivationGradients(
         *activation_rows_backward(
-            grad_activated, saved.gate_up, plan.token_to_row, weights, inputs.swiglu_limit
+            grad_activated, saved.gate_up, plan.token_to_row, weights, inputs.activation
         )
     )
     gradients["top_k_weights"] = through.grad_weights.to(weights.dtype)
     if down_adapter is not None and saved.u_of_down is not None:
-        activated = activation_rows(saved.gate_up, inputs.swiglu_limit)
+        activated = activation_rows(saved.gate_up, inputs.activation)
         v, u = (
             (through.weight_of_row[:, None] * z).bfloat16() for z in (v_of_down, saved.u_of_down)
         )

@@ -84,7 +84,7 @@ def compute_adapted(
         **weights,
         **_fields("gate_up", adapters.get("gate_up_proj")),
         **_fields("down", adapters.get("down_proj")),
-        swiglu_limit=experts.swiglu_limit,
+        activation=experts.activation,
         keep_transposed=experts.keep_transposed,
         expert_offset=experts.expert_offset,
         num_global_experts=experts.num_global_experts,

@@ -1,14 +1,16 @@
-"""SwiGLU in PyTorch, forward and backward, and its backward kernel. R rows, I intermediate.
+"""`Activation` in PyTorch, forward and backward, and its backward kernel. R rows, I intermediate.
 
 The GEMM of gate and up has the forward in its epilogue; `activation_backward.cu` is the backward.
 """
 
+import math
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
+from ..kernels.common.activation import SWIGLU, Activation
 from ..kernels.common.blocks import BLOCK, MIN_GRADIENT_AMAX, round_up, tma_aligned
 from ..kernels.common.checks import INPUTS
 from ..kernels.jit import Kernel
@@ -18,42 +20,84 @@ _UNIT = 8  # elements of BF16, or codes, that a thread loads at once
 
 
 def activate(
-    gate: torch.Tensor, up: torch.Tensor, limit: float | None = None, *, exact: bool = False
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    activation: Activation = SWIGLU,
+    *,
+    exact: bool = False,
 ) -> torch.Tensor:
-    """`silu(gate) * up` in FP32; `limit` clamps gate from above, and up on both sides.
+    """The activation of gate and up, in FP32.
 
-    exact: silu is computed in FP64 and rounded once. In FP32 a CPU rounds the last few elements of
-        a tensor differently, so the bits of a row depend on where the tensor ends.
+    exact: f is computed in FP64 and rounded once. In FP32 a CPU rounds the last few elements of a
+        tensor differently, so the bits of a row depend on where the tensor ends.
     """
-    gate, up = gate.float(), up.float()
-    if limit is not None:
-        gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
-    return (F.silu(gate.double()).float() if exact else F.silu(gate)) * up
+    gate, up = _clamped(gate.float(), up.float(), activation.limit)
+    gated = _gated(gate.double() if exact else gate, activation).float()
+    return gated * (up + 1 if activation.kind == "gpt_oss" else up)
 
 
 def activate_grad(
-    grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, limit: float | None = None
+    grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activation: Activation = SWIGLU
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of gate and up for `grad`, that of `activate`; and the result of `activate`.
 
-    All are [..., I] in the dtype of `grad`. With s the sigmoid of gate, the derivative of silu is
-    `s * (1 + gate * (1 - s))`. A clamped gate has gradient 0, and so has a clamped up.
+    All are [..., I] in the dtype of `grad`. A clamped gate has gradient 0, and so has a clamped up.
     """
-    gate_is_held = up_is_held = torch.zeros((), dtype=torch.bool, device=grad.device)
-    gate, up = gate.to(grad.dtype), up.to(grad.dtype)
-    if limit is not None:
-        gate_is_held, up_is_held = gate > limit, up.abs() > limit
-        gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
-    sigmoid = gate.sigmoid()
-    silu = gate * sigmoid
-    slope = sigmoid * (1 + gate * (1 - sigmoid))
-    grad_gate = (grad * up * slope).masked_fill(gate_is_held, 0)
-    return grad_gate, (grad * silu).masked_fill(up_is_held, 0), silu * up
+    held = _clamped(gate.to(grad.dtype), up.to(grad.dtype), activation.limit)
+    gated, slope = _gated_and_slope(held[0], activation)
+    factor = held[1] + 1 if activation.kind == "gpt_oss" else held[1]
+    grad_gate, grad_up = grad * factor * slope, grad * gated
+    if activation.limit is not None:
+        grad_gate = grad_gate.masked_fill(gate > activation.limit, 0)
+        grad_up = grad_up.masked_fill(up.abs() > activation.limit, 0)
+    return grad_gate, grad_up, gated * factor
 
 
-def check_limit(op: str, swiglu_limit: float | None) -> None:
-    if swiglu_limit is not None and not swiglu_limit >= 0:
-        raise ValueError(f"{op}: swiglu_limit must be at least 0, or None, got {swiglu_limit}")
+def _clamped(
+    gate: torch.Tensor, up: torch.Tensor, limit: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if limit is None:
+        return gate, up
+    return gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
+
+
+def _gated(gate: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """f(gate) of `Activation`."""
+    if activation.kind == "swiglu":
+        return F.silu(gate)
+    return gate * _share(gate, activation)
+
+
+def _share(gate: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """f(gate) / gate. It is exact for large negative gates, where PyTorch's GELUs add 1 to -1."""
+    kind = activation.kind
+    if kind == "geglu":
+        return 0.5 * (gate * -math.sqrt(0.5)).erfc()
+    if kind == "geglu_tanh":
+        return (_TANH_SCALE * (gate + _TANH_CUBIC * gate**3)).sigmoid()
+    return (gate * activation.slope).sigmoid()
+
+
+_TANH_SCALE, _TANH_CUBIC = 2 * math.sqrt(2 / math.pi), 0.044715
+
+
+def _gated_and_slope(
+    gate: torch.Tensor, activation: Activation
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """f(gate), and the derivative of f there.
+
+    With s = sigmoid(z(gate)), f is `gate s`, and its derivative `s (1 + gate z' (1 - s))`. That of
+    `gate Phi(gate)` is `Phi(gate) + gate phi(gate)`.
+    """
+    kind, share = activation.kind, _share(gate, activation)
+    if kind == "geglu":
+        density = (-0.5 * gate * gate).exp() / math.sqrt(2 * math.pi)
+        return gate * share, share + gate * density
+    steepness = gate * activation.slope
+    if kind == "geglu_tanh":
+        near = gate.clamp(-16, 16)  # beyond that, s (1 - s) is 0; gate^3 may be infinite
+        steepness = _TANH_SCALE * near * (1 + 3 * _TANH_CUBIC * near * near)
+    return gate * share, share * (1 + steepness * (1 - share))
 
 
 def empty_gate_up(like: torch.Tensor, num_rows: int, size: int) -> torch.Tensor:
@@ -116,9 +160,11 @@ _SOURCE = Path(__file__).with_name("activation_backward.cu")
 _MAX_THREADS, _WARP_COLUMNS, _COLUMNS = 128, 256, 8
 
 
-def activation_backward_kernel_of(weights_dtype: torch.dtype, *, is_fp8: bool) -> Kernel:
-    flag = str(is_fp8).lower()
-    return Kernel(_SOURCE, f"activation_backward_kernel<{INPUTS[weights_dtype]}, {flag}>")
+def activation_backward_kernel_of(
+    activation: Activation, weights_dtype: torch.dtype, *, is_fp8: bool
+) -> Kernel:
+    arguments = activation.enumerator, INPUTS[weights_dtype], str(is_fp8).lower()
+    return Kernel(_SOURCE, f"activation_backward_kernel<{', '.join(arguments)}>")
 
 
 def describe_activation_backward(
@@ -127,7 +173,7 @@ def describe_activation_backward(
     saved: Tensor,
     saved_scales: Tensor | None,
     rows: Codes,
-    limit: float,
+    activation: Activation,
     *,
     weights: Tensor | None = None,
     token_to_row: Place | None = None,
@@ -146,7 +192,6 @@ def describe_activation_backward(
         saved_scales: fp32 [2 R, ceil(I/128)], rows innermost; None for bf16.
         rows: e4m3 [..., R, 2 * (I rounded up to 128)], contiguous; the padding of each half is
             written as zeros. fp32 scales, rows innermost.
-        limit: of `activate`; infinite if there is none.
         weights: [T, k]; the next three arguments are then required. None: each row is of one token,
             and of the arguments below only `bf16_rows` is allowed.
         token_to_row: int32 [T, k], contiguous.
@@ -175,7 +220,7 @@ def describe_activation_backward(
         "weight_of_row": weight_of_row,
         "size": size,
         "padded_size": padded_size,
-        "limit": limit,
+        "activation": activation.arguments,
         "min_amax": MIN_GRADIENT_AMAX,
     }
     if saved_scales is not None:
@@ -190,7 +235,7 @@ def describe_activation_backward(
             "weight_choice_bytes": weights.bytes_of_stride(1),
         }
     r.step(
-        activation_backward_kernel_of(dtype, is_fp8=is_fp8),
+        activation_backward_kernel_of(activation, dtype, is_fp8=is_fp8),
         num_choices,
         min(_MAX_THREADS, round_up(padded_size, _WARP_COLUMNS) // _COLUMNS),
         {**arguments, "num_choices": num_choices, "top_k": top_k},

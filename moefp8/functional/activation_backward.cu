@@ -1,13 +1,13 @@
-// The gradient of SwiGLU on Hopper, between the two GEMMs of a backward of experts: that of gate and up, in E4M3.
+// The gradient of the activation, between the two GEMMs of a backward of experts: that of gate and up, in E4M3.
 // For gradients of adapters, the kernel also stores them in BF16, with the weights of rows.
 //
-// The forward multiplied a = silu(gate) * up by W_down, and the result by the weight of a choice. A CTA reads one row
+// The forward multiplied a = f(gate) * up by W_down, and the result by the weight of a choice. A CTA reads one row
 // of the gradient of `a`, not yet times that weight, and the saved gate and up. It recomputes `a`, whose dot product
 // with the gradient is the gradient of the weight.
+#include "activation.cuh"
 #include "fp8.cuh"
 #include "input.cuh"
 #include "matrix.cuh"
-#include "activation.cuh"
 
 constexpr int kBlock = 128;
 constexpr int kColumns = 8;                // of a thread, side by side
@@ -34,7 +34,7 @@ struct Arguments {
   float* of_weights;         // [T, k]
   float* is_first;           // [T, k]: 1 for the first choice of a row, 0 for others
   uint32_t num_choices, top_k, size, padded_size;
-  float limit;               // bounds gate from above and up on both sides; may be infinite
+  ActivationArguments activation;
   float min_amax;
 };
 
@@ -103,13 +103,14 @@ struct Gradients {
   float of_weight = 0;  // the sum of grad times `a`
 };
 
-template <bool kIsLimited, bool kIsFp8>
-__device__ Gradients differentiate(const Arguments& args, const Part<kIsFp8>& part, float weight) {
+template <Activation kKind, bool kIsLimited, bool kIsFp8>
+__device__ Gradients differentiate_columns(const Arguments& args, const Part<kIsFp8>& part, float weight) {
   Gradients result;
 #pragma unroll
   for (int i = 0; i < kColumns; ++i) {
     const float gate = part.gate[i], up = part.up[i], of_activated = part.grad[i];
-    const ActivationGradient x = differentiate_activation<kIsLimited>(of_activated, weight, gate, up, args.limit);
+    const ActivationGradient x =
+        differentiate<kKind, kIsLimited>(of_activated, weight, gate, up, args.activation);
     result.gate[i] = x.of_gate, result.up[i] = x.of_up;
     result.of_weight = __fmaf_rn(of_activated, x.activated, result.of_weight);
   }
@@ -170,7 +171,7 @@ __device__ float weight_of_row(const Arguments& args, int64_t token, uint32_t mi
 // Shared memory: 16 B, a sum of each warp.
 // Barriers: one, before these sums are added up; 16 lanes exchange values in shuffles.
 // Alignment: rows of grad and of BF16 tensors begin at multiples of 16 B, those of `rows` at 8 B; all may end anywhere.
-template <Input kWeights, bool kIsFp8>
+template <Activation kKind, Input kWeights, bool kIsFp8>
 __global__ void __launch_bounds__(kThreads, 10) activation_backward_kernel(const __grid_constant__ Arguments args) {
   __shared__ float of_warps[kThreads / kWarp];
   const uint32_t choice = blockIdx.x, token = choice / args.top_k, mine = choice - token * args.top_k;
@@ -202,8 +203,9 @@ __global__ void __launch_bounds__(kThreads, 10) activation_backward_kernel(const
     }
     Gradients gradients = {};
     if (column < args.size) {
-      const bool is_limited = args.limit < __uint_as_float(kInfinity);
-      gradients = is_limited ? differentiate<true>(args, part, weight) : differentiate<false>(args, part, weight);
+      const bool is_limited = args.activation.limit < __uint_as_float(kInfinity);
+      gradients = is_limited ? differentiate_columns<kKind, true>(args, part, weight)
+                             : differentiate_columns<kKind, false>(args, part, weight);
       if (args.bf16_rows != nullptr) {
         uint8_t* target = args.bf16_rows + 2 * static_cast<int64_t>(row) * args.bf16_row_bytes + column * 2;
         store_eight(target, gradients.gate), store_eight(target + args.bf16_row_bytes, gradients.up);

@@ -1,15 +1,15 @@
-"""SwiGLU of rows and its gradient, for experts whose steps are separate ops.
+"""The activation of rows and its gradient, for experts whose steps are separate ops.
 
 T tokens, k choices each, R rows, I intermediate.
 """
 
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
+from ..kernels.common.activation import Activation
 from ..kernels.common.blocks import (
     BLOCK,
     E4M3,
@@ -39,10 +39,10 @@ _OP, _BACKWARD = "activation_rows", "activation_rows_backward"
 
 
 class ActivationInputs(NamedTuple):
-    """gate_up: bf16 [R, 2, I], best in the layout of `empty_gate_up`. limit: as in `activate`."""
+    """gate_up: bf16 [R, 2, I], best in the layout of `empty_gate_up`."""
 
     gate_up: torch.Tensor
-    limit: float | None
+    activation: Activation
 
 
 def _allocate(inputs: ActivationInputs) -> torch.Tensor:
@@ -62,32 +62,33 @@ def _empty_rows(like: torch.Tensor, num_rows: int, size: int) -> torch.Tensor:
 def _body(inputs: ActivationInputs) -> torch.Tensor:
     activated = _allocate(inputs)
     gate, up = inputs.gate_up.unbind(1)
-    return activated.copy_(activate(gate, up, inputs.limit))
+    return activated.copy_(activate(gate, up, inputs.activation))
 
 
 def _launch(inputs: ActivationInputs) -> torch.Tensor:
     activated = _allocate(inputs)
     if activated.numel():
-        gate_up, limit = in_saved_layout(inputs.gate_up), inputs.limit
+        gate_up, activation = in_saved_layout(inputs.gate_up), inputs.activation
         if gate_up.stride(1) != round_up(gate_up.shape[2], 8):  # as in the result
             gate_up = empty_gate_up(gate_up, len(gate_up), gate_up.shape[2]).copy_(gate_up)
-        launch = prepared((_OP, layout_of(gate_up), limit), lambda: _prepare(gate_up, limit))
+        key = _OP, layout_of(gate_up), activation
+        launch = prepared(key, lambda: _prepare(gate_up, activation))
         launch.on(gate_up.get_device(), (gate_up.data_ptr(), activated.data_ptr()))
     return activated
 
 
-def _prepare(gate_up: torch.Tensor, limit: float | None) -> Launch:
-    device_index, limit = gate_up.get_device(), math.inf if limit is None else limit
+def _prepare(gate_up: torch.Tensor, activation: Activation) -> Launch:
+    device_index = gate_up.get_device()
     r = Record(target_of(device_index), ("gate_up", "activated"))
-    describe_activation_rows(r, Tensor.of(gate_up, "gate_up"), Place("activated"), limit)
+    describe_activation_rows(r, Tensor.of(gate_up, "gate_up"), Place("activated"), activation)
     return prepare_launch(r, device_index)
 
 
-def activation_rows_kernels(target: Target, size: int) -> Iterator[Kernel]:
+def activation_rows_kernels(target: Target, size: int, activation: Activation) -> Iterator[Kernel]:
     """The kernel of `activation_rows`."""
     r = Record(target, ("gate_up", "activated"))
     describe_activation_rows(
-        r, Tensor.contiguous("gate_up", 1, 2, size), Place("activated"), math.inf
+        r, Tensor.contiguous("gate_up", 1, 2, size), Place("activated"), activation
     )
     yield from r.kernels
 
@@ -124,7 +125,7 @@ class ActivationBackwardInputs(NamedTuple):
     """The inputs of `activation_rows_backward`.
 
     grad: bf16 [R, I], the gradient of activated values, not yet times the weight of a choice.
-    gate_up, limit: as in `activation_rows`.
+    gate_up: as in `activation_rows`.
     token_to_row: int32 [T, k], as in `RoutingPlan`.
     top_k_weights: [T, k] bf16, fp16 or fp32.
     """
@@ -133,7 +134,7 @@ class ActivationBackwardInputs(NamedTuple):
     gate_up: torch.Tensor
     token_to_row: torch.Tensor
     top_k_weights: torch.Tensor
-    limit: float | None
+    activation: Activation
 
 
 def _allocate_backward(inputs: ActivationBackwardInputs) -> ActivationGradients:
@@ -159,10 +160,10 @@ def _allocate_backward(inputs: ActivationBackwardInputs) -> ActivationGradients:
 
 def _body_backward(inputs: ActivationBackwardInputs) -> ActivationGradients:
     gradients = _allocate_backward(inputs)
-    grad, gate_up, token_to_row, top_k_weights, limit = inputs
+    grad, gate_up, token_to_row, top_k_weights, activation = inputs
     num_rows, (gate, up) = len(grad), gate_up.unbind(1)
     weight_of_row, is_first = weights_of_rows(token_to_row, top_k_weights, num_rows)
-    *grad_halves, activated = activate_grad(grad.float(), gate, up, limit)
+    *grad_halves, activated = activate_grad(grad.float(), gate, up, activation)
     grad_gate_up = torch.stack(grad_halves, 1) * weight_of_row[:, None, None]
     padded = zero_padded(grad_gate_up, 2).flatten(1)
     data, scale_inv = quantize_1x128(padded, min_amax=MIN_GRADIENT_AMAX)
@@ -193,7 +194,7 @@ def weights_of_rows(
 
 def _launch_backward(inputs: ActivationBackwardInputs) -> ActivationGradients:
     gradients = _allocate_backward(inputs)
-    grad, gate_up, token_to_row, weights, limit = inputs
+    grad, gate_up, token_to_row, weights, activation = inputs
     if grad.numel() == 0:
         gradients.grad_weights.zero_()
         gradients.is_first.zero_()
@@ -201,15 +202,15 @@ def _launch_backward(inputs: ActivationBackwardInputs) -> ActivationGradients:
     gate_up, token_to_row = in_saved_layout(gate_up), token_to_row.contiguous()
     if (grad.data_ptr() | 2 * grad.stride(0)) % 16 or grad.stride(1) != 1:
         grad = _empty_rows(grad, *grad.shape).copy_(grad)
-    inputs = ActivationBackwardInputs(grad, gate_up, token_to_row, weights, limit)
-    key = (_BACKWARD, *map(layout_of, inputs[:4]), limit)
+    inputs = ActivationBackwardInputs(grad, gate_up, token_to_row, weights, activation)
+    key = (_BACKWARD, *map(layout_of, inputs[:4]), activation)
     launch = prepared(key, lambda: _prepare_backward(inputs, gradients))
     launch.on(grad.get_device(), tuple([x.data_ptr() for x in (*inputs[:4], *gradients)]))
     return gradients
 
 
 def _prepare_backward(inputs: ActivationBackwardInputs, gradients: ActivationGradients) -> Launch:
-    grad, gate_up, _, weights, limit = inputs
+    grad, gate_up, _, weights, activation = inputs
     device_index = grad.get_device()
     r = Record(target_of(device_index), (*ActivationBackwardInputs._fields[:4], *gradients._fields))
     tensors = layouts(grad=grad, gate_up=gate_up, top_k_weights=weights)
@@ -219,7 +220,7 @@ def _prepare_backward(inputs: ActivationBackwardInputs, gradients: ActivationGra
         tensors["gate_up"],
         None,
         Codes(Tensor.of(gradients.codes, "codes"), Tensor.of(gradients.scale_inv, "scale_inv")),
-        math.inf if limit is None else limit,
+        activation,
         weights=tensors["top_k_weights"],
         token_to_row=Place("token_to_row"),
         grad_weights=Place("grad_weights"),
@@ -231,7 +232,7 @@ def _prepare_backward(inputs: ActivationBackwardInputs, gradients: ActivationGra
 
 
 def activation_rows_backward_kernels(
-    target: Target, dtype: torch.dtype, size: int
+    target: Target, dtype: torch.dtype, size: int, activation: Activation
 ) -> Iterator[Kernel]:
     """The kernel of `activation_rows_backward`. dtype: of the weights of choices."""
     r = Record(target, ActivationBackwardInputs._fields[:4])
@@ -241,7 +242,7 @@ def activation_rows_backward_kernels(
         Tensor.contiguous("gate_up", 1, 2, size),
         None,
         r.codes("rows", (1, 1, 2 * round_up(size, BLOCK))),
-        math.inf,
+        activation,
         weights=Tensor.contiguous("top_k_weights", 1, 1, dtype=dtype),
         token_to_row=Place("token_to_row"),
     )
@@ -268,17 +269,18 @@ _SOURCE = Path(__file__).with_name("activation_rows.cu")
 _WARP, _MAX_THREADS, _COLUMNS = 32, 256, 8
 
 
-def describe_activation_rows(r: Record, gate_up: Tensor, activated: Place, limit: float) -> None:
+def describe_activation_rows(
+    r: Record, gate_up: Tensor, activated: Place, activation: Activation
+) -> None:
     """Add a step to r: `activate` of gate and up. It waits for the previous step.
 
     Args:
         gate_up: bf16 [R, 2, I] in the layout of `empty_gate_up`.
         activated: bf16 [R, I], in rows of the same pitch.
-        limit: of `activate`; infinite if there is none.
     """
     num_rows, _, size = gate_up.shape
     r.step(
-        Kernel(_SOURCE, "activation_rows_kernel"),
+        Kernel(_SOURCE, f"activation_rows_kernel<{activation.enumerator}>"),
         num_rows,
         min(_MAX_THREADS, round_up(ceil_div(size, _COLUMNS), _WARP)),
         {
@@ -286,7 +288,7 @@ def describe_activation_rows(r: Record, gate_up: Tensor, activated: Place, limit
             "activated": activated,
             "row_bytes": gate_up.bytes_of_stride(1),
             "size": size,
-            "limit": limit,
+            "activation": activation.arguments,
         },
         programmatic=True,
     )

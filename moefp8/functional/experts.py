@@ -1,9 +1,8 @@
-"""The routed SwiGLU experts of a MoE layer, from tokens and the router's choices to the output.
+"""The routed experts of a MoE layer, from tokens and the router's choices to the output.
 
 T tokens, k choices each, E experts, H hidden, I intermediate.
 """
 
-import math
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -12,6 +11,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
+from ..kernels.common.activation import Activation, check_activation
 from ..kernels.common.blocks import E4M3, TMA_BYTES, num_blocks
 from ..kernels.common.checks import (
     FLOATS,
@@ -34,7 +34,7 @@ from ..quant.quantize import quantize_1x128 as quantize_op
 from ..routing.combine import combine_rows
 from ..routing.dispatch import dispatch_rows
 from ..routing.plan import build_maps
-from .activation import activate, check_limit, empty_gate_up
+from .activation import activate, empty_gate_up
 from .autograd import first_order, no_gradients, records
 from .expert_configs import Sizes
 from .expert_parts import (
@@ -66,7 +66,6 @@ class ExpertsInputs(NamedTuple):
     gate_up_proj_scale_inv: fp32 [E, 2 ceil(I/128), ceil(H/128)].
     down_proj: e4m3 [E, H, I].
     down_proj_scale_inv: fp32 [E, ceil(H/128), ceil(I/128)].
-    swiglu_limit: see `activate`.
     masked: whether, on a GPU, every expert has T rows of memory, and not only one for each of its
         tokens; the result is the same.
     expert_offset, num_global_experts: for a rank of expert parallelism, the id of its first expert,
@@ -86,7 +85,7 @@ class ExpertsInputs(NamedTuple):
     gate_up_proj_scale_inv: torch.Tensor
     down_proj: torch.Tensor
     down_proj_scale_inv: torch.Tensor
-    swiglu_limit: float | None
+    activation: Activation
     masked: bool
     expert_offset: int = 0
     num_global_experts: int | None = None
@@ -121,7 +120,7 @@ def _allocate(inputs: ExpertsInputs) -> torch.Tensor:
     if addend is not None:
         check_tensor(_OP, "addend", addend, (torch.bfloat16,), 2)
         check_shape(_OP, "addend", addend, [num_tokens, h], "[T, H] as hidden_states")
-    check_limit(_OP, inputs.swiglu_limit)
+    check_activation(_OP, inputs.activation)
     if top_k < 1 or e < 1:
         raise ValueError(f"{_OP}: k and E must be at least 1, got k = {top_k} and E = {e}")
     check_rank(_OP, e, inputs.expert_offset, inputs.num_global_experts)
@@ -161,7 +160,7 @@ def _body(inputs: ExpertsInputs, gate_up: torch.Tensor | None = None) -> torch.T
         )
         if gate_up is not None:
             gate_up[begin:end, 0], gate_up[begin:end, 1] = gate, up
-        activated = quantize_1x128(activate(gate, up, inputs.swiglu_limit, exact=is_on_cpu))
+        activated = quantize_1x128(activate(gate, up, inputs.activation, exact=is_on_cpu))
         down_weights = down_proj[expert], down_scales[expert]
         rows[begin:end] = product(*activated, *down_weights)
     return combine_rows(rows, token_to_row, top_k_weights, inputs.addend)
@@ -270,7 +269,7 @@ def _prepare(
     inputs: ExpertsInputs, y_alignment: int, saves: bool, combine: Combine | None
 ) -> _Prepared:
     x, ids, scores, *_ = inputs
-    limit, masked, expert_offset, num_global_experts, addend, x_scale_inv = inputs[7:]
+    activation, masked, expert_offset, num_global_experts, addend, x_scale_inv = inputs[7:]
     (num_tokens, top_k), (num_experts, h, i) = ids.shape, inputs.down_proj.shape
     layer = num_tokens, top_k, num_experts, h, i
     sizes = Sizes(*layer, masked, num_global_experts)
@@ -293,7 +292,7 @@ def _prepare(
         Choices(Tensor.of(ids, "ids"), Tensor.of(scores, "scores")),
         weights_layout(fitting),
         results_layout("y", (num_tokens, h), gcd(y_alignment, TMA_BYTES)),
-        limit=math.inf if limit is None else limit,
+        activation=activation,
         expert_offset=expert_offset,
         saved=Place("saved") if saves else None,
         combine=combine,
@@ -311,7 +310,7 @@ def _prepare(
 experts = register_inputs(
     _OP, ExpertsInputs, "Tensor", cpu=_body, fake=_allocate, hopper=launch_experts
 )
-"""`sum_j w_j down(silu(gate(x)) * up(x))` over a token's k experts, in the order of its choices.
+"""`sum_j w_j down(f(gate(x)) * up(x))` over a token's k experts, in the order of its choices.
 
 The output of each expert is rounded to BF16, and the sum is FP32: `ExpertsInputs` -> bf16 [T, H].
 On a Hopper GPU, the result of a token does not depend on other tokens, bit for bit. Raises
@@ -354,8 +353,9 @@ experts_saving = register_inputs(
     fake=_allocate_saving,
     hopper=_launch_saving,
 )
-"""`experts`, bit for bit, and for `experts_backward` gate and up of each row before SwiGLU, rounded
-to BF16: [T k, 2, I]. Rows are sorted by expert; rows after the last expert's are undefined."""
+"""`experts`, bit for bit, and for `experts_backward` gate and up of each row before the activation,
+rounded to BF16: [T k, 2, I]. Rows are sorted by expert; rows after the last expert's are
+undefined."""
 
 
 # ---- On one GPU of several ----
@@ -406,7 +406,7 @@ class _Experts(torch.autograd.Function):
         ctx.save_for_backward(*inputs[1:3], gate_up, scale_inv, *inputs[3:7])
         ctx.layer, ctx.dtypes = layer, (inputs.hidden_states.dtype, inputs.top_k_weights.dtype)
         rank = inputs.expert_offset, inputs.num_global_experts
-        ctx.options = inputs.swiglu_limit, keep_transposed, *rank
+        ctx.options = inputs.activation, keep_transposed, *rank
         return y
 
     @staticmethod

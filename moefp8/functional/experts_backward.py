@@ -11,13 +11,13 @@ the result, row r of token t and choice j, and w its weight:
    and in the order of the choices.
 """
 
-import math
 from itertools import pairwise
 from math import gcd
 from typing import NamedTuple
 
 import torch
 
+from ..kernels.common.activation import Activation
 from ..kernels.common.blocks import E4M3, MIN_GRADIENT_AMAX, TMA_BYTES, num_blocks
 from ..kernels.common.checks import (
     check_quantized_or_not,
@@ -70,7 +70,7 @@ class ExpertsBackwardInputs(NamedTuple):
     gate_up_proj_scale_inv: torch.Tensor
     down_proj: torch.Tensor
     down_proj_scale_inv: torch.Tensor
-    swiglu_limit: float | None
+    activation: Activation
     keep_transposed: bool | None
     expert_offset: int = 0
     num_global_experts: int | None = None
@@ -136,7 +136,7 @@ def _body(inputs: ExpertsBackwardInputs) -> Gradients:
             gate_up[begin:end],
             weight_of_row[begin:end, None],
             list(zip(*halves, strict=True)),
-            inputs.swiglu_limit,
+            inputs.activation,
         )
     grad_weights = products[token_to_row.clamp(min=0)].masked_fill(token_to_row < 0, 0.0)
     return combine_rows(rows, token_to_row, is_first), grad_weights
@@ -225,7 +225,7 @@ def _launch_part(
         None if grad_scales is None else layout_of(grad_scales),
         grad.data_ptr() % 16,
         dx.data_ptr() % 16,
-        inputs.swiglu_limit,
+        inputs.activation,
         inputs.expert_offset,
         inputs.num_global_experts,
         combine,
@@ -249,7 +249,7 @@ def _prepare(
     dx_alignment: int,
     combine: Combine | None,
 ) -> Launches:
-    sizes, limit = sizes_of(inputs), inputs.swiglu_limit
+    sizes = sizes_of(inputs)
     device_index = inputs.grad.get_device()
     down, down_scales, gate_up, gate_up_scales = weights
     shape = sizes.num_tokens, sizes.hidden_size
@@ -264,7 +264,7 @@ def _prepare(
             Codes.of(down, down_scales, "down"), Codes.of(gate_up, gate_up_scales, "gate_up")
         ),
         dx=results_layout("dx", shape, gcd(dx_alignment, TMA_BYTES)),
-        limit=math.inf if limit is None else limit,
+        activation=inputs.activation,
         expert_offset=inputs.expert_offset,
         combine=combine,
         **layouts(

@@ -4,7 +4,7 @@ T tokens, k choices each, E experts, H hidden, I intermediate, R rows. A forward
 
 1. `routing/dispatch.cu` plans the routing, quantizes every token once, unless tokens are codes, and
    copies each to its rows: one kernel, or two for many choices.
-2. `gemm.cu`: gate and up, SwiGLU, quantization (`config.gate_up`).
+2. `gemm.cu`: gate and up, the activation, quantization (`config.gate_up`).
 3. `gemm.cu`: down.
 4. `routing/combine.cu`: the weighted sum of every token's rows, to which `addend` is added.
 
@@ -22,11 +22,11 @@ and its first weights load in the meantime. None waits for the host. Intermediat
 workspace, whose size grows with T; a large T is split.
 """
 
-import math
 from collections.abc import Iterator
 
 import torch
 
+from ..kernels.common.activation import SWIGLU, Activation
 from ..kernels.common.blocks import BLOCK, MIN_GRADIENT_AMAX, round_up
 from ..kernels.gemm.config import GemmConfig
 from ..kernels.gemm.launch import GateUp
@@ -78,7 +78,7 @@ def describe_experts(
     weights: ExpertWeights,
     y: Tensor,
     *,
-    limit: float = math.inf,
+    activation: Activation = SWIGLU,
     expert_offset: int = 0,
     addend: Tensor | None = None,
     x_scales: Tensor | None = None,
@@ -117,7 +117,7 @@ def describe_experts(
         sizes,
         dispatched,
         follows_dispatch=True,
-        gate_up=GateUp(weights.up, limit, activated.scale_inv, saved),
+        gate_up=GateUp(weights.up, activation, activated.scale_inv, saved),
     )
     results = r.matrices("results", (matrices, num_rows, h), torch.bfloat16)
     describe_rows_gemm(
@@ -137,6 +137,7 @@ def experts_record(
     tensors: CallTensors = BF16_CALL,
     target: Target = ANY_TARGET,
     span: Span | None = None,
+    activation: Activation = SWIGLU,
 ) -> Record:
     """The record of a forward of contiguous tensors."""
     e, h, i = sizes[2:5]
@@ -149,17 +150,21 @@ def experts_record(
         tensors.choices(sizes),
         ExpertWeights(gate, up, Codes.contiguous("down", e, h, i)),
         tensors.results("y", sizes),
+        activation=activation,
         x_scales=tensors.scales("x_scales", sizes),
         saved=None if tensors.saved is None else Place("saved"),
     )
     return r
 
 
-def experts_kernels(target: Target, sizes: Sizes, tensors: CallTensors) -> Iterator[Kernel]:
+def experts_kernels(
+    target: Target, sizes: Sizes, tensors: CallTensors, activation: Activation = SWIGLU
+) -> Iterator[Kernel]:
     """The kernels of a forward for up to `sizes.num_tokens` tokens."""
 
     def describe(span: Span) -> Record:
-        return experts_record(sizes._replace(num_tokens=span.first), tensors, target, span)
+        some = sizes._replace(num_tokens=span.first)
+        return experts_record(some, tensors, target, span, activation)
 
     return kernels_of(describe, sizes.num_tokens)
 
@@ -178,7 +183,7 @@ def describe_experts_backward(
     saved_scales: Tensor | None,
     weights: TransposedWeights,
     dx: Tensor,
-    limit: float,
+    activation: Activation,
     expert_offset: int,
     combine: Combine | None,
 ) -> None:
@@ -209,7 +214,7 @@ def describe_experts_backward(
         saved,
         saved_scales,
         grad_gate_up,
-        limit,
+        activation,
         weights=choices.scores,
         token_to_row=token_to_row,
         grad_weights=grad_weights,
@@ -270,6 +275,7 @@ def experts_backward_record(
     tensors: CallTensors = BF16_CALL,
     target: Target = ANY_TARGET,
     span: Span | None = None,
+    activation: Activation = SWIGLU,
 ) -> Record:
     """The record of a backward of contiguous tensors."""
     e, h, i = sizes[2:5]
@@ -288,7 +294,7 @@ def experts_backward_record(
             Codes.contiguous("gate_up", e, h, 2 * round_up(i, BLOCK)),
         ),
         dx=tensors.results("dx", sizes),
-        limit=math.inf,
+        activation=activation,
         expert_offset=0,
         combine=None,
     )
@@ -296,13 +302,13 @@ def experts_backward_record(
 
 
 def experts_backward_kernels(
-    target: Target, sizes: Sizes, tensors: CallTensors
+    target: Target, sizes: Sizes, tensors: CallTensors, activation: Activation = SWIGLU
 ) -> Iterator[Kernel]:
     """The kernels of a backward for up to `sizes.num_tokens` tokens, but those that make W^T."""
 
     def describe(span: Span) -> Record:
         some = sizes._replace(num_tokens=span.first)
-        return experts_backward_record(some, tensors, target, span)
+        return experts_backward_record(some, tensors, target, span, activation)
 
     return kernels_of(describe, sizes.num_tokens)
 

@@ -1,14 +1,14 @@
-"""A SwiGLU feed-forward that every token takes: `down(silu(gate(x)) * up(x))`.
+"""A gated feed-forward that every token takes: `down(f(gate(x)) * up(x))`.
 
 T tokens, H hidden, I intermediate.
 """
 
-import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 
+from ..kernels.common.activation import SWIGLU, Activation, check_activation
 from ..kernels.common.blocks import E4M3, num_blocks
 from ..kernels.common.checks import (
     FLOATS,
@@ -38,7 +38,7 @@ from ..kernels.program import (
 )
 from ..quant.numerics import quantize_1x128
 from ..quant.quantize import describe_quantize
-from .activation import activate, check_limit, empty_gate_up
+from .activation import activate, empty_gate_up
 from .expert_configs import describe_gate_up_config
 
 _OP = "feed_forward"
@@ -49,7 +49,6 @@ class FeedForwardInputs(NamedTuple):
 
     x: [T, H] bf16, fp16 or fp32, quantized to 1x128; so are the activated values.
     gate, up: e4m3 [I, H]. down: e4m3 [H, I]. Each has fp32 scales of 128x128 blocks.
-    swiglu_limit: see `activate`.
     batch_invariant: a row of the result has the same bits whatever T is, see `fp8_gemm_nt`.
     """
 
@@ -60,13 +59,13 @@ class FeedForwardInputs(NamedTuple):
     up_scale_inv: torch.Tensor
     down: torch.Tensor
     down_scale_inv: torch.Tensor
-    swiglu_limit: float | None
+    activation: Activation
     batch_invariant: bool = False
 
 
 def _allocate(inputs: FeedForwardInputs) -> torch.Tensor:
     """Check, then allocate the result; this is also the fake body."""
-    x, gate, gate_scale_inv, up, up_scale_inv, down, down_scale_inv, swiglu_limit, _ = inputs
+    x, gate, gate_scale_inv, up, up_scale_inv, down, down_scale_inv, activation, _ = inputs
     check_tensor(_OP, "x", x, FLOATS, 2)
     weights = {"gate": (gate, gate_scale_inv), "up": (up, up_scale_inv)}
     weights["down"] = (down, down_scale_inv)
@@ -80,19 +79,19 @@ def _allocate(inputs: FeedForwardInputs) -> torch.Tensor:
         blocks = [num_blocks(size) for size in shape]
         check_shape(_OP, f"{name}_scale_inv", scale_inv, blocks, f"the blocks of {name}")
         check_rows_contiguous(_OP, name, data)
-    check_limit(_OP, swiglu_limit)
+    check_activation(_OP, activation)
     return x.new_empty(x.shape, dtype=torch.bfloat16)
 
 
 def _body(inputs: FeedForwardInputs, gate_up: torch.Tensor | None = None) -> torch.Tensor:
     y = _allocate(inputs)
-    x, gate, gate_scale_inv, up, up_scale_inv, down, down_scale_inv, swiglu_limit, exact = inputs
+    x, gate, gate_scale_inv, up, up_scale_inv, down, down_scale_inv, activation, exact = inputs
     data, scale_inv = quantize_1x128(x)
     gated = block_scaled_matmul(data, scale_inv, gate, gate_scale_inv, exact=exact)
     ungated = block_scaled_matmul(data, scale_inv, up, up_scale_inv, exact=exact)
     if gate_up is not None:
         gate_up[:, 0], gate_up[:, 1] = gated, ungated
-    activated, scales = quantize_1x128(activate(gated, ungated, swiglu_limit, exact=exact))
+    activated, scales = quantize_1x128(activate(gated, ungated, activation, exact=exact))
     return y.copy_(block_scaled_matmul(activated, scales, down, down_scale_inv, exact=exact))
 
 
@@ -121,7 +120,7 @@ def _launch_into(
     key = (
         (_OP, *[layout_of(x) for x in tensors]),
         tuple([x.data_ptr() % 16 for x in (inputs.x, inputs.gate, inputs.up, inputs.down)]),
-        (gate_up is None, inputs.swiglu_limit, inputs.batch_invariant, driver.max_sms),
+        (gate_up is None, inputs.activation, inputs.batch_invariant, driver.max_sms),
     )
     entry = prepared(key, lambda: _prepare(y, inputs, gate_up))
     if not entry.launches:
@@ -164,7 +163,7 @@ def pad(x: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
 
 def _prepare(y: torch.Tensor, inputs: FeedForwardInputs, gate_up: torch.Tensor | None) -> Launches:
     """The launches of all kernels; none if operands must be copied."""
-    x, gate, gate_scales, up, up_scales, down, down_scales, limit, batch_invariant = inputs
+    x, gate, gate_scales, up, up_scales, down, down_scales, activation, batch_invariant = inputs
     are_alike = gate.stride() == up.stride() and gate_scales.stride() == up_scales.stride()
     can_address = all(map(fits, (gate, up, down)))
     if not (x.shape[1] % 16 == 0 and x.stride(1) == 1 and are_alike and can_address):
@@ -179,7 +178,7 @@ def _prepare(y: torch.Tensor, inputs: FeedForwardInputs, gate_up: torch.Tensor |
         Codes.of(up, up_scales, "up"),
         Codes.of(down, down_scales, "down"),
         Tensor.of(y, "y"),
-        limit=math.inf if limit is None else limit,
+        activation=activation,
         saved=None if gate_up is None else Place("saved"),
         batch_invariant=batch_invariant,
     )
@@ -194,7 +193,7 @@ def describe_feed_forward(
     down: Codes,
     y: Tensor,
     *,
-    limit: float = math.inf,
+    activation: Activation = SWIGLU,
     saved: Place | None = None,
     batch_invariant: bool = False,
 ) -> None:
@@ -222,7 +221,7 @@ def describe_feed_forward(
         activated.data,
         m,
         groups=GroupsOfTokens(GroupLayout.OFFSETS, None, 1, 1, tiles, bounds_ready=True),
-        gate_up=GateUp(up.batched(), limit, activated.scale_inv, saved),
+        gate_up=GateUp(up.batched(), activation, activated.scale_inv, saved),
     )
     config = dense_config(r, m, h, i, batch_invariant)
     describe_gemm(r, config, activated.first(), down, y, m)
@@ -235,6 +234,7 @@ def feed_forward_kernels(
     intermediate_size: int,
     dtype: torch.dtype,
     *,
+    activation: Activation = SWIGLU,
     saves: bool,
     batch_invariant: bool = False,
 ) -> Iterator[Kernel]:
@@ -253,6 +253,7 @@ def feed_forward_kernels(
             Codes.contiguous("up", i, h),
             Codes.contiguous("down", h, i),
             Tensor.contiguous("y", span.first, h),
+            activation=activation,
             saved=Place("saved") if saves else None,
             batch_invariant=batch_invariant,
         )
@@ -302,4 +303,4 @@ feed_forward_saving = register_inputs(
     hopper=_launch_saving,
 )
 """`feed_forward`, bit for bit, and for `feed_forward_backward` gate and up of each token before
-SwiGLU, rounded to BF16: [T, 2, I]."""
+the activation, rounded to BF16: [T, 2, I]."""

@@ -1,15 +1,15 @@
-"""The gradient of a SwiGLU feed-forward in its input. T tokens, H hidden, I intermediate.
+"""The gradient of a gated feed-forward in its input. T tokens, H hidden, I intermediate.
 
 As in experts_backward.py, but without choices: dA = dO W_down is rounded to BF16; d[gate | up] is
 quantized to 1x128, gate and up separately; dX = d[gate | up] W_gate_up.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
+from ..kernels.common.activation import SWIGLU, Activation
 from ..kernels.common.blocks import BLOCK, MIN_GRADIENT_AMAX, round_up
 from ..kernels.common.checks import FLOATS, check_same_device, check_shape, check_tensor
 from ..kernels.common.prepared import Launches, layout_of, prepared
@@ -55,7 +55,7 @@ class FeedForwardBackwardInputs(NamedTuple):
     up_scale_inv: torch.Tensor
     down: torch.Tensor
     down_scale_inv: torch.Tensor
-    swiglu_limit: float | None
+    activation: Activation
     keep_transposed: bool | None
     batch_invariant: bool = False
 
@@ -75,12 +75,12 @@ def _allocate(inputs: FeedForwardBackwardInputs) -> torch.Tensor:
 def _body(inputs: FeedForwardBackwardInputs) -> torch.Tensor:
     dx = _allocate(inputs)
     grad, gate_up, gate, gate_scale_inv, up, up_scale_inv, down, down_scale_inv, *_ = inputs
-    limit, exact = inputs.swiglu_limit, inputs.batch_invariant
+    activation, exact = inputs.activation, inputs.batch_invariant
     quantized = quantize_1x128(grad, min_amax=MIN_GRADIENT_AMAX)
     grad_activated = block_scaled_matmul(*quantized, down.mT, down_scale_inv.mT, exact=exact)
     halves = (gate, gate_scale_inv), (up, up_scale_inv)
     grad_x, _ = through_activation(
-        grad_activated.bfloat16(), gate_up, 1.0, halves, limit, exact=exact
+        grad_activated.bfloat16(), gate_up, 1.0, halves, activation, exact=exact
     )
     return dx.copy_(grad_x)
 
@@ -90,7 +90,7 @@ def through_activation(
     gate_up: torch.Tensor,
     weights: torch.Tensor | float,
     halves: Sequence[tuple[torch.Tensor, torch.Tensor]],
-    limit: float | None,
+    activation: Activation,
     *,
     exact: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -101,7 +101,7 @@ def through_activation(
     exact: as in `block_scaled_matmul`.
     """
     grad, (gate, up) = grad_activated.float(), gate_up.float().unbind(1)
-    *grad_halves, activated = activate_grad(grad * weights, gate, up, limit)
+    *grad_halves, activated = activate_grad(grad * weights, gate, up, activation)
     dx = torch.zeros((), device=grad.device)
     for grad_half, (weight, scale_inv) in zip(grad_halves, halves, strict=True):
         q = quantize_1x128(grad_half, min_amax=MIN_GRADIENT_AMAX)
@@ -128,8 +128,7 @@ def _launch(inputs: FeedForwardBackwardInputs) -> torch.Tensor:
         torch.cat([inputs.gate_scale_inv, inputs.up_scale_inv]).mT,
         torch.empty_like(pad(dx, (0, more))) if more else dx,
     )
-    limit = math.inf if inputs.swiglu_limit is None else inputs.swiglu_limit
-    options = limit, inputs.batch_invariant
+    options = inputs.activation, inputs.batch_invariant
     layouts_of_call = tuple([layout_of(x) for x in tensors]), tensors[0].data_ptr() % 16
     key = (_OP, *layouts_of_call, *options, current_driver().max_sms)
     launches = prepared(key, lambda: _prepare(tensors, *options))
@@ -137,7 +136,9 @@ def _launch(inputs: FeedForwardBackwardInputs) -> torch.Tensor:
     return dx.copy_(tensors[-1][:, :h]) if more else dx
 
 
-def _prepare(tensors: Sequence[torch.Tensor], limit: float, batch_invariant: bool) -> Launches:
+def _prepare(
+    tensors: Sequence[torch.Tensor], activation: Activation, batch_invariant: bool
+) -> Launches:
     """tensors: of a call, in the order of `_INPUTS`."""
     grad, saved, down, down_scales, gate_up, gate_up_scales, dx = tensors
     device_index = grad.get_device()
@@ -149,7 +150,7 @@ def _prepare(tensors: Sequence[torch.Tensor], limit: float, batch_invariant: boo
         Codes.of(down, down_scales, "down"),
         Codes.of(gate_up, gate_up_scales, "gate_up"),
         Tensor.of(dx, "dx"),
-        limit=limit,
+        activation=activation,
         batch_invariant=batch_invariant,
     )
     return prepare_launches(r, device_index)
@@ -163,10 +164,10 @@ def describe_backward(
     gate_up: Codes,
     dx: Tensor,
     *,
-    limit: float = math.inf,
+    activation: Activation = SWIGLU,
     batch_invariant: bool = False,
 ) -> None:
-    """Quantize grad [T, H], multiply by W_down^T, differentiate SwiGLU, multiply by W_gate_up^T.
+    """Quantize grad [T, H]; multiply by W_down^T, the derivative of the activation, W_gate_up^T.
 
     Args:
         grad: columns contiguous; 16 divides H.
@@ -182,7 +183,7 @@ def describe_backward(
     describe_quantize(r, grad, grad_rows.first(), None, min_amax=MIN_GRADIENT_AMAX)
     config = dense_config(r, m, i, h, batch_invariant)
     describe_gemm(r, config, grad_rows.first(), down, grad_activated.first(), m)
-    describe_activation_backward(r, grad_activated, saved, None, rows, limit)
+    describe_activation_backward(r, grad_activated, saved, None, rows, activation)
     config = dense_config(r, m, h, k, batch_invariant)
     describe_gemm(r, config, rows.first(), gate_up, dx, m)
 
@@ -193,6 +194,7 @@ def backward_kernels(
     hidden_size: int,
     intermediate_size: int,
     *,
+    activation: Activation = SWIGLU,
     batch_invariant: bool = False,
 ) -> Iterator[Kernel]:
     """The kernels for up to `most_tokens` BF16 gradients, but those that make W^T."""
@@ -207,6 +209,7 @@ def backward_kernels(
             Codes.contiguous("down", i, h),
             Codes.contiguous("gate_up", h, 2 * round_up(i, BLOCK)),
             Tensor.contiguous("dx", span.first, h),
+            activation=activation,
             batch_invariant=batch_invariant,
         )
         return r
@@ -230,7 +233,7 @@ class _FeedForward(torch.autograd.Function):
         y, gate_up = feed_forward_saving(*inputs)
         ctx.save_for_backward(gate_up, *inputs[1:7])
         ctx.layer, ctx.dtype = layer, inputs.x.dtype
-        ctx.options = inputs.swiglu_limit, keep_transposed, inputs.batch_invariant
+        ctx.options = inputs.activation, keep_transposed, inputs.batch_invariant
         return y
 
     @staticmethod

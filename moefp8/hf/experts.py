@@ -17,8 +17,9 @@ from ..checkpoint.update import FOLLOWERS
 from ..functional.autograd import frozen
 from ..functional.grouped_linear import grouped_linear
 from ..kernels import E4M3, num_blocks
+from ..kernels.common.activation import Activation
 from ..layers import GroupedExperts
-from ..layers.conversion.stacks import swiglu_limits
+from ..layers.conversion.stacks import activations_of
 from ..layers.experts import WEIGHTS
 from ..quant import BlockScaled
 from ..quant.each import quantize_128x128_each_into
@@ -175,17 +176,17 @@ def _weight(module: nn.Module, name: str) -> torch.Tensor:
 @torch.inference_mode(False)  # what is kept outlives the mode in which it was made
 def _prepare(module: nn.Module, before: _Cache | None) -> _Cache:
     """before: the cache for older values; graphs may know its memory."""
-    limits = swiglu_limits(module) if module.has_gate else []
+    activations = activations_of(module) if module.has_gate else []
     is_plain = not (module.has_bias or getattr(module, "has_post_expert_norm", False))
-    is_swiglu = bool(limits) and is_plain
+    is_gated = bool(activations) and is_plain
     if before is not None and before.is_of_memory_of(module):
-        _weights(module, 1 + is_swiglu, before.weights)
+        _weights(module, 1 + is_gated, before.weights)
         before.note(module)
         return before
-    weights = _weights(module, 1 + is_swiglu)
+    weights = _weights(module, 1 + is_gated)
     experts = _any_experts(module, *weights)
-    if is_swiglu:
-        experts = _swiglu_experts(module, *weights, limits[0])
+    if is_gated:
+        experts = _gated_experts(module, *weights, activations[0])
     return _Cache(module, experts, *weights)
 
 
@@ -246,7 +247,7 @@ def _stored(module: nn.Module, name: str, data: torch.Tensor, halves: int) -> Bl
         raise ValueError(f"{where}: activation_scheme must be 'dynamic', got 'static'")
     if halves == 1 and name == "gate_up_proj" and data.shape[1] // 2 % 128 > 64:
         raise ValueError(
-            f"{where}: I of gated experts whose activation is not SwiGLU must not be "
+            f"{where}: I of gated experts whose activation is not one of ours must not be "
             f"{data.shape[1] // 2}: nothing tells scales of gate and up, one after the other, from "
             "those of 2I rows, since there are as many"
         )
@@ -267,12 +268,12 @@ def _rank_of(module: nn.Module) -> dict[str, Any]:
     return {name: getattr(module, name) for name in names if hasattr(module, name)}
 
 
-def _swiglu_experts(
-    module: nn.Module, first: BlockScaled, second: BlockScaled, swiglu_limit: float | None
+def _gated_experts(
+    module: nn.Module, first: BlockScaled, second: BlockScaled, activation: Activation
 ) -> GroupedExperts:
     """`GroupedExperts` that hold these very tensors."""
     sizes = second.data.shape
-    experts = GroupedExperts(*sizes, swiglu_limit=swiglu_limit, device="meta").eval()
+    experts = GroupedExperts(*sizes, activation=activation, device="meta").eval()
     for name, tensor in zip(WEIGHTS, (*first, *second), strict=True):
         experts._parameters[name] = nn.Parameter(tensor, requires_grad=False)
     vars(experts).update(_rank_of(module))

@@ -1,4 +1,4 @@
-"""`GroupedExperts`: the routed SwiGLU experts of a MoE layer, in FP8.
+"""`GroupedExperts`: the routed experts of a MoE layer, in FP8.
 
 T tokens, k choices each, E experts, H hidden, I intermediate.
 """
@@ -9,11 +9,11 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from ..functional.activation import check_limit
 from ..functional.experts import ExpertsInputs, check_saved_dtype, routed_experts
 from ..functional.training.experts import trainable_experts
 from ..functional.training.linear import Wgrad, check_wgrad
 from ..kernels import E4M3, num_blocks
+from ..kernels.common.activation import Activation, activation_of
 from ..kernels.common.checks import FLOATS, check_rows_contiguous, check_tensor
 from ..quant import BlockScaled, dequantize, quantize_128x128
 from .conversion.plain import PlainExperts
@@ -29,7 +29,7 @@ WEIGHTS = "gate_up_proj", "gate_up_proj_scale_inv", "down_proj", "down_proj_scal
 
 
 class GroupedExperts(TrainableModule):
-    """E SwiGLU experts with FP8 weights: `down(silu(gate(x)) * up(x))`, weighted and summed.
+    """E gated experts with FP8 weights: `down(silu(gate(x)) * up(x))`, weighted and summed.
 
     A drop-in for the experts modules of transformers 5: same names, shapes and forward. Gradients
     flow to hidden states, `top_k_weights` and `addend`. Weights are frozen codes, or with
@@ -37,14 +37,15 @@ class GroupedExperts(TrainableModule):
 
     Args:
         num_experts, hidden_size, intermediate_size: E (those held here), H and I, any sizes.
-        swiglu_limit: clamps gate from above and up on both sides before they meet.
+        activation: "swiglu", "geglu", "geglu_tanh", "gpt_oss", or an `Activation`.
+        swiglu_limit: the limit of any activation: it clamps gate from above and up on both sides.
         layout: of rows between the GEMMs on a GPU; no result depends on it. "contiguous" packs
             them; "masked" gives every expert T rows, and takes 0 to 9 % longer for up to 128 tokens
             and up to twice as long for 1024 (H200). So "auto" is contiguous.
         device: as in `nn.Linear`; "meta" allocates nothing.
         keep_transposed: as in `FP8Linear`.
-        saved_dtype: in which gate and up of each choice are saved for a backward, before SwiGLU:
-            bf16 takes 4 I bytes for each of a token's k choices, e4m3 (with 1x128 scales) 2 I.
+        saved_dtype: in which gate and up of each choice are saved for a backward: bf16 takes 4 I
+            bytes for each of a token's k choices, e4m3 (with 1x128 scales) 2 I.
         trainable, wgrad: as in `FP8Linear`. dtype: of master weights: bf16, fp16 or fp32.
 
     Attributes:
@@ -77,6 +78,7 @@ class GroupedExperts(TrainableModule):
         hidden_size: int,
         intermediate_size: int,
         *,
+        activation: str | Activation = "swiglu",
         swiglu_limit: float | None = None,
         layout: ExpertLayout = "auto",
         device: torch.device | str | None = None,
@@ -89,7 +91,6 @@ class GroupedExperts(TrainableModule):
         super().__init__()
         check_saved_dtype("GroupedExperts", saved_dtype)
         check_wgrad("GroupedExperts", wgrad)
-        check_limit("GroupedExperts", swiglu_limit)
         self.keep_transposed, self.saved_dtype = keep_transposed, saved_dtype
         self.wgrad = wgrad
         if layout not in ("auto", "contiguous", "masked"):
@@ -98,7 +99,7 @@ class GroupedExperts(TrainableModule):
             )
         e, h, i = num_experts, hidden_size, intermediate_size
         self.num_experts, self.hidden_size, self.intermediate_size = e, h, i
-        self.swiglu_limit = swiglu_limit
+        self.activation = activation_of("GroupedExperts", activation, swiglu_limit)
         self.layout: ExpertLayout = layout
         shapes = {"gate_up_proj": (e, 2 * i, h), "down_proj": (e, h, i)}
         if trainable:
@@ -112,6 +113,15 @@ class GroupedExperts(TrainableModule):
             self.down_proj = frozen_parameter(shapes["down_proj"], device, E4M3)
             self.down_proj_scale_inv = frozen_parameter((e, h_blocks, i_blocks), device)
         self.reset_parameters()
+
+    @property
+    def swiglu_limit(self) -> float | None:
+        """The limit of `activation`."""
+        return self.activation.limit
+
+    @swiglu_limit.setter
+    def swiglu_limit(self, limit: float | None) -> None:
+        self.activation = self.activation._replace(limit=limit)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -160,6 +170,7 @@ class GroupedExperts(TrainableModule):
         gate_up_proj: torch.Tensor,
         down_proj: torch.Tensor,
         *,
+        activation: str | Activation = "swiglu",
         swiglu_limit: float | None = None,
         layout: ExpertLayout = "auto",
         trainable: bool = False,
@@ -176,7 +187,8 @@ class GroupedExperts(TrainableModule):
         check_tensor(op, "gate_up_proj", gate_up_proj, FLOATS, 3)
         check_tensor(op, "down_proj", down_proj, FLOATS, 3)
         _check_stacks(op, gate_up_proj.shape, down_proj.shape)
-        options: dict[str, Any] = {"swiglu_limit": swiglu_limit, "layout": layout, "wgrad": wgrad}
+        options: dict[str, Any] = {"activation": activation, "swiglu_limit": swiglu_limit}
+        options |= {"layout": layout, "wgrad": wgrad}
         experts = cls(*down_proj.shape, device="meta", **options)
         if trainable:
             weights = {"gate_up_proj": gate_up_proj, "down_proj": down_proj}
@@ -229,7 +241,7 @@ class GroupedExperts(TrainableModule):
 
     def _plain_of(self, gate_up_proj: nn.Parameter, down_proj: nn.Parameter) -> PlainExperts:
         self.check_alone("dequantize")
-        experts = PlainExperts(*down_proj.shape, swiglu_limit=self.swiglu_limit, device="meta")
+        experts = PlainExperts(*down_proj.shape, activation=self.activation, device="meta")
         experts.gate_up_proj, experts.down_proj = gate_up_proj, down_proj
         note_parts(experts, parts_of_plain(self))
         experts.expert_offset = self.expert_offset
@@ -311,7 +323,7 @@ class GroupedExperts(TrainableModule):
     ) -> torch.Tensor:
         """`forward` of tokens [T, H] with the experts held here, whatever other ranks hold."""
         tokens = hidden_states, top_k_index, top_k_weights
-        options = self.swiglu_limit, self.layout == "masked"
+        options = self.activation, self.layout == "masked"
         rank = self.expert_offset, self.num_global_experts
         if self.trainable:
             weights = map(self._look_up, self.master_names)
@@ -327,8 +339,11 @@ class GroupedExperts(TrainableModule):
 
     def extra_repr(self) -> str:
         sizes = "num_experts", "hidden_size", "intermediate_size"
+        activation = () if self.activation.kind == "swiglu" else ("activation",)
         trained = ("wgrad",) if self.trainable else ()
-        return attributes_repr(self, *sizes, "swiglu_limit", "layout", "trainable", *trained)
+        return attributes_repr(
+            self, *sizes, *activation, "swiglu_limit", "layout", "trainable", *trained
+        )
 
 
 def _check_stacks(op: str, gate_up: Sequence[int], down: Sequence[int]) -> None:

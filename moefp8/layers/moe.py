@@ -11,11 +11,12 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 
-from ..functional.activation import activate, check_limit
+from ..functional.activation import activate
 from ..functional.feed_forward import FeedForwardInputs
 from ..functional.feed_forward_backward import shared_experts
 from ..functional.training.feed_forward import shared_experts as trained_shared_experts
 from ..functional.training.linear import Wgrad
+from ..kernels.common.activation import Activation, activation_of
 from ..kernels.common.checks import FLOATS, check_tensor
 from ..routing.logits import exact_logits
 from .experts import PARALLELIZERS, ExpertLayout, GroupedExperts
@@ -25,23 +26,36 @@ from .router import TopKRouter
 
 
 class SharedExperts(nn.Module):
-    """A SwiGLU feed-forward that every token takes: `down(silu(gate(x)) * up(x))`."""
+    """A gated feed-forward that every token takes: `down(silu(gate(x)) * up(x))`.
+
+    activation, swiglu_limit: as in `GroupedExperts`.
+    """
 
     def __init__(
         self,
         hidden_size: int,
         intermediate_size: int,
         *,
+        activation: str | Activation = "swiglu",
         swiglu_limit: float | None = None,
         device: torch.device | str | None = None,
         **linear_options: Any,
     ) -> None:
         super().__init__()
-        self.swiglu_limit = swiglu_limit
+        self.activation = activation_of("SharedExperts", activation, swiglu_limit)
         options: dict[str, Any] = {"bias": False, "device": device, **linear_options}
         self.gate_proj = FP8Linear(hidden_size, intermediate_size, **options)
         self.up_proj = FP8Linear(hidden_size, intermediate_size, **options)
         self.down_proj = FP8Linear(intermediate_size, hidden_size, **options)
+
+    @property
+    def swiglu_limit(self) -> float | None:
+        """The limit of `activation`."""
+        return self.activation.limit
+
+    @swiglu_limit.setter
+    def swiglu_limit(self, limit: float | None) -> None:
+        self.activation = self.activation._replace(limit=limit)
 
     @property
     def is_one_op(self) -> bool:
@@ -61,22 +75,22 @@ class SharedExperts(nn.Module):
         """
         if not self.is_one_op:
             gate, up = project(self.gate_proj, x), project(self.up_proj, x)
-            return project(self.down_proj, activate(gate, up, self.swiglu_limit)).to(x.dtype)
+            return project(self.down_proj, activate(gate, up, self.activation)).to(x.dtype)
         projections, down = (self.gate_proj, self.up_proj, self.down_proj), self.down_proj
-        rows, limit = x.reshape(-1, x.shape[-1]), self.swiglu_limit
+        rows, activation = x.reshape(-1, x.shape[-1]), self.activation
         if down.trainable:
             y = trained_shared_experts(
                 "SharedExperts",
                 rows,
                 [z.weight for z in projections],
-                limit,
+                activation,
                 down.wgrad,
                 reuse_codes=self.training,
                 batch_invariant=down.batch_invariant,
             )
         else:
             weights = [y for z in projections for y in (z.weight, z.weight_scale_inv)]
-            args: tuple[Any, ...] = rows, *weights, limit, down.batch_invariant
+            args: tuple[Any, ...] = rows, *weights, activation, down.batch_invariant
             y = shared_experts("SharedExperts", FeedForwardInputs(*args), down.keep_transposed)
         y = y.view(x.shape)
         return y if y.dtype == x.dtype else y.to(x.dtype)
@@ -107,7 +121,8 @@ class MoE(nn.Module):
         num_experts, top_k: E (`n_routed_experts`) and k (`num_experts_per_tok`).
         shared_intermediate_size: I of all shared experts together (`n_shared_experts * I`), or 0.
         shared_expert_gate: weigh the shared experts with the sigmoid of a linear gate (Qwen3-Next).
-        swiglu_limit, layout: as in `GroupedExperts`; the limit holds for the shared experts too.
+        activation, swiglu_limit, layout: as in `GroupedExperts`; the shared experts have the same
+            activation.
         trainable, wgrad, dtype: as in `GroupedExperts`, for all experts.
         batch_invariant: as in `FP8Linear`, for the shared experts and their gate. Of the others no
             bit depends on the batch: `set_batch_invariant` says where.
@@ -130,6 +145,7 @@ class MoE(nn.Module):
         *,
         shared_intermediate_size: int = 0,
         shared_expert_gate: bool = False,
+        activation: str | Activation = "swiglu",
         swiglu_limit: float | None = None,
         layout: ExpertLayout = "auto",
         device: torch.device | str | None = None,
@@ -146,8 +162,8 @@ class MoE(nn.Module):
             raise ValueError("MoE: shared_expert_gate needs shared_intermediate_size > 0, got 0")
         if unknown := ", ".join(router.keys() - signature(TopKRouter).parameters.keys()):
             raise TypeError(f"MoE: keywords must be its own or TopKRouter's, got {unknown}")
-        check_limit("MoE", swiglu_limit)
-        options: dict[str, Any] = {"swiglu_limit": swiglu_limit, "device": device}
+        activation = activation_of("MoE", activation, swiglu_limit)
+        options: dict[str, Any] = {"activation": activation, "device": device}
         options |= {"trainable": trainable, "wgrad": wgrad, "dtype": dtype}
         self.gate = TopKRouter(hidden_size, num_experts, top_k, device=device, **router)
         sizes = num_experts, hidden_size, intermediate_size

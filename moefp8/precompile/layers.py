@@ -180,7 +180,7 @@ def _layers_of(model: nn.Module, top_k: int | None) -> Iterator[Layer]:
             parts.update(module.children())
             down = module.down_proj
             h, i = down.weight.shape  # a sharded one counts its zeros, too
-            frozen = FeedForward(h, i, down.batch_invariant)
+            frozen = FeedForward(h, i, down.batch_invariant, module.activation._replace(limit=None))
             if down.trainable:
                 projections = module.gate_proj, module.up_proj, down
                 yield TrainedFeedForward(frozen, tuple(map(_master_of, projections)))
@@ -204,9 +204,11 @@ def _layers_of(model: nn.Module, top_k: int | None) -> Iterator[Layer]:
 
 def _experts_of(module: GroupedExperts, top_k: int) -> Experts | TrainedExperts | ExpertsInSteps:
     sizes = top_k, module.num_experts, module.hidden_size, module.intermediate_size
+    activation = module.activation._replace(limit=None)  # kernels differ in its kind alone
     if module.runs_in_steps:
-        return ExpertsInSteps(*sizes)
-    experts = Experts(*sizes, module.layout == "masked", module.num_global_experts)
+        return ExpertsInSteps(*sizes, activation)
+    rank = module.layout == "masked", module.num_global_experts
+    experts = Experts(*sizes, *rank, activation)
     return TrainedExperts(experts, _master_of(module)) if module.trainable else experts
 
 

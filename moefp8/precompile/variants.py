@@ -26,6 +26,7 @@ from ..functional.linear import linear_kernels
 from ..functional.training import linear as trained_linear
 from ..functional.training.experts_records import trained_backward_kernels
 from ..functional.training.rows import quantized_rows_kernels
+from ..kernels.common.activation import SWIGLU, Activation
 from ..kernels.common.blocks import BLOCK, E4M3, ceil_div, round_up
 from ..kernels.gemm.call import grouped_kernels
 from ..kernels.gemm.tuned import ConfigSource
@@ -193,24 +194,38 @@ class FeedForward(NamedTuple):
     hidden_size: int
     intermediate_size: int
     batch_invariant: bool = False
+    activation: Activation = SWIGLU
 
     def kernels(self, demand: Demand) -> Iterator[Kernel]:
-        h, i, is_invariant = self
+        h, i, is_invariant, activation = self
         if h and i:
             yield from self.forward_kernels(demand)
             if demand.backward:
                 for k in {h, i}:
                     yield from transpose_kernels(demand.target, k)
                 yield from feed_forward_backward.backward_kernels(
-                    demand.target, demand.max_tokens, h, i, batch_invariant=is_invariant
+                    demand.target,
+                    demand.max_tokens,
+                    h,
+                    i,
+                    activation=activation,
+                    batch_invariant=is_invariant,
                 )
 
     def forward_kernels(self, demand: Demand) -> Iterator[Kernel]:
         """Kernels of a forward, and of one that saves tensors if there is a backward."""
-        h, i, is_invariant = self
+        h, i, is_invariant, activation = self
         for dtype, saves in product(demand.dtypes, {False, demand.backward}):
-            sizes, options = (demand.max_tokens, h, i), {"batch_invariant": is_invariant}
-            yield from feed_forward_kernels(demand.target, *sizes, dtype, saves=saves, **options)
+            yield from feed_forward_kernels(
+                demand.target,
+                demand.max_tokens,
+                h,
+                i,
+                dtype,
+                activation=activation,
+                saves=saves,
+                batch_invariant=is_invariant,
+            )
 
 
 class TrainedFeedForward(NamedTuple):
@@ -223,7 +238,7 @@ class TrainedFeedForward(NamedTuple):
     masters: tuple[Master, ...]
 
     def kernels(self, demand: Demand) -> Iterator[Kernel]:
-        h, i, is_invariant = self.frozen
+        h, i, is_invariant, _ = self.frozen
         if not (h and i):
             return
         yield from self.frozen.forward_kernels(demand)
@@ -247,6 +262,7 @@ class Experts(NamedTuple):
     intermediate_size: int
     masked: bool
     num_global_experts: int | None  # as in `Sizes`
+    activation: Activation = SWIGLU
 
     def kernels(self, demand: Demand) -> Iterator[Kernel]:
         if not (self.num_experts and self.hidden_size and self.intermediate_size):
@@ -259,13 +275,13 @@ class Experts(NamedTuple):
         """Kernels of a forward, and of one that saves tensors if there is a backward."""
         sizes = self.sizes(demand)
         for tensors in demand.call_tensors(demand.dtypes):
-            yield from experts_kernels(demand.target, sizes, tensors)
+            yield from experts_kernels(demand.target, sizes, tensors, self.activation)
             if demand.backward:  # a forward that saves is contiguous
                 saving = sizes._replace(masked=False), tensors._replace(saved=_BF16)
-                yield from experts_kernels(demand.target, *saving)
+                yield from experts_kernels(demand.target, *saving, self.activation)
 
     def sizes(self, demand: Demand) -> Sizes:
-        return Sizes(demand.max_tokens, *self)
+        return Sizes(demand.max_tokens, *self[:-1])
 
     def quantize_saved(self, demand: Demand) -> Iterator[Kernel]:
         max_rows = 2 * demand.max_tokens * self.top_k
@@ -278,7 +294,7 @@ class Experts(NamedTuple):
         for tensors in demand.call_tensors(demand.gradients):
             for saved in (_BF16, E4M3):
                 saving = tensors._replace(saved=saved)
-                yield from experts_backward_kernels(demand.target, sizes, saving)
+                yield from experts_backward_kernels(demand.target, sizes, saving, self.activation)
         yield from self.quantize_saved(demand)
 
 
@@ -309,6 +325,7 @@ class TrainedExperts(NamedTuple):
                         demand.target,
                         sizes,
                         tensors._replace(saved=saved),
+                        activation=self.frozen.activation,
                         blocks=self.master.blocks,
                         dtypes=(dtype, dtype),
                         accumulate=accumulate,
@@ -320,9 +337,10 @@ class TrainedExperts(NamedTuple):
         target, max_rows = demand.target, demand.max_tokens * top_k
         yield from quantized_rows_kernels(target, self.frozen.sizes(demand))
         yield from plan_kernels(target, demand.max_tokens, top_k)
-        yield from activation_rows_kernels(target, i)
+        activation = self.frozen.activation
+        yield from activation_rows_kernels(target, i, activation)
         for dtype in {*demand.dtypes, torch.float32}:
-            yield from activation_rows_backward_kernels(target, dtype, i)
+            yield from activation_rows_backward_kernels(target, dtype, i, activation)
         for n, k in ((i, h), (h, 2 * round_up(i, BLOCK))):
             yield from grouped_kernels(target, max_rows, num_experts, n, k)
 
@@ -334,16 +352,17 @@ class ExpertsInSteps(NamedTuple):
     num_experts: int
     hidden_size: int
     intermediate_size: int
+    activation: Activation = SWIGLU
 
     def kernels(self, demand: Demand) -> Iterator[Kernel]:
-        top_k, num_experts, h, i = self
+        top_k, num_experts, h, i, activation = self
         if not (num_experts and h and i):
             return
         target, max_rows = demand.target, demand.max_tokens * top_k
         yield from plan_kernels(target, demand.max_tokens, top_k)
         for dtype in demand.dtypes:
             yield from demand.quantize(dtype, max_rows, h)
-        yield from activation_rows_kernels(target, i)
+        yield from activation_rows_kernels(target, i, activation)
         yield from demand.quantize(_BF16, max_rows, i)
         scores = {*demand.dtypes, torch.float32}
         if h % 8 == 0:
@@ -355,7 +374,7 @@ class ExpertsInSteps(NamedTuple):
                 yield from transpose_kernels(target, k)
             yield from demand.quantize(_BF16, max_rows, h)
             for dtype in scores:
-                yield from activation_rows_backward_kernels(target, dtype, i)
+                yield from activation_rows_backward_kernels(target, dtype, i, activation)
             products += [(i, h), (h, 2 * round_up(i, BLOCK))]
         for n, k in products:
             yield from grouped_kernels(target, max_rows, num_experts, n, k)

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from ..kernels.common.activation import Activation
 from ..kernels.common.registry import without_autocast
 from ..layers import FP8Linear, GroupedExperts
 from ..layers.adapter import check_no_adapters
@@ -226,9 +227,9 @@ class ReferenceExperts(_Reference):
         of_gate, of_up, down = self._weights(expert)
         gate, up = (_product(x, rows, quantizes, wgrad, MIN_GRADIENT) for rows in (of_gate, of_up))
         if quantizes:
-            y: torch.Tensor = _Down.apply(gate, up, weights, down, experts.swiglu_limit, wgrad)
+            y: torch.Tensor = _Down.apply(gate, up, weights, down, experts.activation, wgrad)
             return y
-        y = _swiglu(gate, up, experts.swiglu_limit) @ down.T
+        y = _activated(gate, up, experts.activation) @ down.T
         return y.bfloat16().float() * weights[:, None]
 
     def _weights(self, expert: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -247,14 +248,19 @@ class ReferenceExperts(_Reference):
         )
 
 
-def _swiglu(gate: torch.Tensor, up: torch.Tensor, limit: float | None) -> torch.Tensor:
+def _activated(gate: torch.Tensor, up: torch.Tensor, activation: Activation) -> torch.Tensor:
+    kind, limit, alpha = activation
     if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
-    return nn.functional.silu(gate) * up
+    if kind == "gpt_oss":
+        return gate * ((1.702 if alpha is None else alpha) * gate).sigmoid() * (up + 1)
+    if kind == "swiglu":
+        return nn.functional.silu(gate) * up
+    return nn.functional.gelu(gate, approximate="tanh" if kind == "geglu_tanh" else "none") * up
 
 
 class _Down(torch.autograd.Function):
-    """SwiGLU, the down projection [H, I] and the weights of choices, as the kernels round."""
+    """The activation, down [H, I] and the weights of choices, rounded as kernels do."""
 
     @staticmethod
     def forward(
@@ -263,12 +269,12 @@ class _Down(torch.autograd.Function):
         up: torch.Tensor,
         weights: torch.Tensor,
         down: torch.Tensor,
-        limit: float | None,
+        activation: Activation,
         wgrad: str | None,
     ) -> torch.Tensor:
         ctx.save_for_backward(gate.bfloat16(), up.bfloat16(), weights, down)
-        ctx.limit, ctx.wgrad = limit, wgrad
-        y = rounded_to_fp8(_swiglu(gate, up, limit)) @ down.T
+        ctx.activation, ctx.wgrad = activation, wgrad
+        y = rounded_to_fp8(_activated(gate, up, activation)) @ down.T
         return y.bfloat16().float() * weights[:, None]
 
     @staticmethod
@@ -276,7 +282,7 @@ class _Down(torch.autograd.Function):
         *saved, weights, down = ctx.saved_tensors
         with torch.enable_grad():
             gate, up = (x.float().requires_grad_() for x in saved)
-            activated = _swiglu(gate, up, ctx.limit)
+            activated = _activated(gate, up, ctx.activation)
         of_activated = _to_bf16(_gradient_to_fp8(grad) @ down)
         weighted = of_activated * weights[:, None]
         of_gate, of_up = torch.autograd.grad(activated, (gate, up), weighted)

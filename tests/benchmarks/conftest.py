@@ -7,6 +7,7 @@ import torch
 
 from benchmarks import mega_kernel, session
 from moefp8.functional.experts import experts
+from moefp8.kernels.common.activation import SWIGLU
 from tests.benchmarks.cases import fake_deep_gemm
 
 
@@ -40,7 +41,7 @@ def deep_gemm(monkeypatch) -> SimpleNamespace:
     def mega(y, gate_up, down, buffer, num_tokens_bound=None):
         assert num_tokens_bound == len(y)
         given = (x[: len(y)] for x in (buffer.x, buffer.topk_idx, buffer.topk_weights))
-        y.copy_(experts(*given, *gate_up, *down, None, False))
+        y.copy_(experts(*given, *gate_up, *down, SWIGLU, False))
 
     integration = pytest.importorskip("transformers.integrations.deepgemm")
     monkeypatch.setattr(integration, "_DEEPGEMM", None)  # put back to what transformers found

@@ -283,6 +283,10 @@ PTX = {  # what is replaced, and by what
     r'asm volatile\(\s*"\{[^"]*"\s*"cp.async.c[ag][^,]*, \[%1\], (\d+)[^"]*"[^;]*;': (
         r"if (exists) memcpy(target, source, \1); else memset(target, 0, \1);"
     ),
+    r'asm volatile\("" : "\+f"\(\w+\)\);': "",
+    r'asm\("min.NaN.f32[^:]*: "=f"\((\w+)\) : "f"\((\w+)\), "f"\((.*)\)\);': (
+        r"\1 = \2 <= \3 || std::isnan(\2) ? \2 : \3;"
+    ),
     r'asm\("max.NaN.f32[^:]*: "=f"\((\w+)\) : "f"\((\w+)\), "f"\((.*)\)\);': (
         r"\1 = \2 >= \3 || std::isnan(\2) ? \2 : \3;"
     ),

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from moefp8.functional.activation import activate, activate_grad
 from moefp8.kernels import num_blocks, round_up
 from moefp8.quant import numerics
-from tests.fakes.emulated_gemm import memory
+from tests.fakes.emulated_gemm import activation_of, memory
 
 
 def activation_of_rows(made) -> None:
@@ -25,7 +25,7 @@ def activation_of_rows(made) -> None:
     strides = [2 * pitch, pitch, 1]
     gate_up = memory(x.gate_up, torch.bfloat16, [num_rows, 2, x.size], strides)
     activated = memory(x.activated, torch.bfloat16, [num_rows, x.size], [pitch, 1])
-    activated.copy_(activate(*gate_up.unbind(1), x.limit))
+    activated.copy_(activate(*gate_up.unbind(1), activation_of(made.kernel, x.activation)))
 
 
 class Choices(NamedTuple):
@@ -48,7 +48,8 @@ def activation_backward(made, weights_dtype: torch.dtype) -> None:
     num_rows = int(rows.max()) + 1
     grads = memory(x.grad, torch.bfloat16, [num_rows, x.size], [x.grad_row_bytes // 2, 1])
     grad, gate_up = grads[rows].float(), saved_rows(x, rows, is_fp8)
-    *of_halves, activated = activate_grad(grad * weights[:, None], *gate_up.unbind(1), x.limit)
+    activation = activation_of(made.kernel, x.activation)
+    *of_halves, activated = activate_grad(grad * weights[:, None], *gate_up.unbind(1), activation)
     padded = F.pad(torch.stack(of_halves, 1), (0, x.padded_size - x.size)).flatten(1)
     data, scale_inv = numerics.quantize_1x128(padded, False, x.min_amax)
     codes = memory(x.rows, torch.uint8, [num_rows, data.shape[1]], [x.row_pitch, 1])

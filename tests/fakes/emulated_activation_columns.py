@@ -16,7 +16,7 @@ from moefp8.functional.training.activation_columns import (
 )
 from moefp8.kernels import num_blocks, round_up
 from moefp8.quant.columns import first_block, num_column_blocks
-from tests.fakes.emulated_gemm import dtype_of, memory
+from tests.fakes.emulated_gemm import activation_of, dtype_of, memory
 
 E4M3 = torch.float8_e4m3fn
 
@@ -31,7 +31,7 @@ def activation_columns(made) -> None:
         sums(made)
     else:
         flags = name.removeprefix("kernel<").rstrip(">").split(", ")
-        tiles(made, *(flag == "true" for flag in flags))
+        tiles(made, *(flag == "true" for flag in flags[1:]))
 
 
 def choices_of(made) -> torch.Tensor:
@@ -89,6 +89,7 @@ def tiles(made, is_fp8: bool, has_blocks: bool) -> None:
     assert (x.saved_scales is not None) == is_fp8
     grad = memory(x.grad, torch.bfloat16, [num_rows, size], [x.grad_row_bytes // 2, 1])
     gate_up, scales = saved_of(x, is_fp8)
+    activation = activation_of(made.kernel, x.activation)
     offsets = memory(x.expert_offsets, torch.int32, [x.num_experts + 1], [1])
     weight_of_row = memory(x.weight_of_row, torch.float32, [num_rows], [1])
     has_choice = weight_of_row.view(torch.int32) != 0
@@ -96,13 +97,13 @@ def tiles(made, is_fp8: bool, has_blocks: bool) -> None:
     found = ActivationColumnsGradients(
         *activation_columns_backward.overload(
             *(grad, gate_up, scales, offsets, rows[:, None], weight_of_row[:, None] + 0.0),
-            *(x.limit, has_blocks),
+            *(*activation, has_blocks),
         )
     )
     values = gate_up.float()
     if is_fp8:
         values = values * scales.repeat_interleave(128, 1)[:, :size]
-    activated = activate(*values.view(num_rows, 2, size).unbind(1), x.limit)
+    activated = activate(*values.view(num_rows, 2, size).unbind(1), activation)
     products = torch.nn.functional.pad(grad.float() * activated, (0, -size % 128))
     partial = products.unflatten(1, (-1, 128)).sum(2).T.masked_fill(~has_choice, 0.0)
     strides = [x.num_rows, 1]

@@ -6,15 +6,17 @@ A part of the stand-in for libcuda: see `emulator.py`.
 import ctypes
 import itertools
 import json
+import math
 import re
 from dataclasses import fields
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from moefp8 import kernels
 from moefp8.functional import experts
 from moefp8.kernels import jit
+from moefp8.kernels.common.activation import KINDS, Activation
 from moefp8.kernels.common.checks import INPUTS
 from moefp8.kernels.gemm.config import GemmConfig, GroupLayout
 from moefp8.kernels.gemm.dense import block_scaled_matmul
@@ -49,6 +51,15 @@ def dtype_of(kernel: jit.Kernel) -> torch.dtype:
     """The dtype of a kernel's input, as its template arguments state it."""
     (name,) = re.findall(r"Input::\w+", kernel.name)
     return next(dtype for dtype, found in INPUTS.items() if found == name)
+
+
+def activation_of(kernel: jit.Kernel, arguments: Any) -> Activation:
+    """The activation that a kernel's name and arguments state."""
+    (name,) = re.findall(r"Activation::(\w+)", kernel.name)
+    kind = next(kind for kind, found in KINDS.items() if found == name)
+    limit, alpha = arguments.limit, arguments.alpha
+    alpha = alpha if kind == "gpt_oss" else None
+    return Activation(kind, None if math.isinf(limit) else limit, alpha)
 
 
 def config_of(kernel: jit.Kernel) -> GemmConfig:
@@ -142,15 +153,16 @@ class GemmEmulator:
             tile_counter = memory(groups.tile_counter, torch.int32, [1], [1])
             assert tile_counter == 0
             tile_counter += 1 + made.grid
-        activation = made.arguments.activation
+        gate_up = made.arguments.gate_up
         if made.config.gate_up:
+            activation = activation_of(made.kernel, gate_up.activation)
             up = made.b_maps[1].tensor()
             up_scales = memory(
-                activation.up_scales, torch.float32, [*weight_scales.shape], scale_strides
+                gate_up.up_scales, torch.float32, [*weight_scales.shape], scale_strides
             )
             blocks = kernels.num_blocks(d.shape[2])
-            strides = [blocks * activation.pitch, activation.pitch, 1]
-            d_scales = memory(activation.scales, torch.float32, [num_matrices, blocks, m], strides)
+            strides = [blocks * gate_up.pitch, gate_up.pitch, 1]
+            d_scales = memory(gate_up.scales, torch.float32, [num_matrices, blocks, m], strides)
             saved = self.saved_rows(made, d)
         for begin, end, group in segments:
             matrix, rows = group if layout == GroupLayout.MASKED else 0, slice(begin, end)
@@ -160,7 +172,7 @@ class GemmEmulator:
                 others = block_scaled_matmul(*tokens, up[group], up_scales[group])
                 if saved is not None:
                     saved[rows, 0], saved[rows, 1] = result, others
-                activated = experts.activate(result, others, activation.limit)
+                activated = experts.activate(result, others, activation)
                 data, scale_inv = numerics.quantize_1x128(activated, False)
                 d[matrix, rows].view(torch.uint8).copy_(data.view(torch.uint8))
                 d_scales[matrix, :, rows] = scale_inv.T
@@ -170,15 +182,15 @@ class GemmEmulator:
     @staticmethod
     def saved_rows(made, d):
         """bf16 [tokens, 2, outputs]: where gate and up are left for a backward, if they are."""
-        activation, (num_matrices, m, n) = made.arguments.activation, d.shape
-        assert (activation.saved is not None) == made.config.saves_gate_up
-        if activation.saved is None:
+        gate_up, (num_matrices, m, n) = made.arguments.gate_up, d.shape
+        assert (gate_up.saved is not None) == made.config.saves_gate_up
+        if gate_up.saved is None:
             return None
         assert num_matrices == 1
-        assert activation.saved_row_bytes == kernels.round_up(n, 8) * 2
-        assert activation.saved % 16 == 0
-        pitch = activation.saved_row_bytes // 2
-        return memory(activation.saved, torch.bfloat16, [m, 2, n], [2 * pitch, pitch, 1])
+        assert gate_up.saved_row_bytes == kernels.round_up(n, 8) * 2
+        assert gate_up.saved % 16 == 0
+        pitch = gate_up.saved_row_bytes // 2
+        return memory(gate_up.saved, torch.bfloat16, [m, 2, n], [2 * pitch, pitch, 1])
 
     @staticmethod
     def segments(groups, layout):

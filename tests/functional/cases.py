@@ -11,7 +11,8 @@ from torch._C import DispatchKey, DispatchKeySet
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moefp8.functional.experts import experts
-from moefp8.kernels.common.registry import Op
+from moefp8.kernels.common.activation import SWIGLU
+from moefp8.kernels.common.registry import Op, as_in_schema
 from moefp8.quant.quantize import quantize_128x128
 from tests.kernels.gemm.cases import filled
 from tests.layers.cases import assert_matches_up_to_codes
@@ -67,10 +68,17 @@ def every_other(weights: Weights) -> Weights:
 
 
 def run(
-    x, ids, top_k_weights, weights: Weights, limit=None, masked=False, rank=(0, None), addend=None
+    x,
+    ids,
+    top_k_weights,
+    weights: Weights,
+    activation=SWIGLU,
+    masked=False,
+    rank=(0, None),
+    addend=None,
 ):
     """rank: the id of the first expert, and how many the whole model has; None: these."""
-    return experts(x, ids, top_k_weights, *weights, limit, masked, *rank, addend)
+    return experts(x, ids, top_k_weights, *weights, activation, masked, *rank, addend)
 
 
 def ids_here(ids: torch.Tensor, num_experts: int, expert_offset: int = 0) -> torch.Tensor:
@@ -81,17 +89,24 @@ def ids_here(ids: torch.Tensor, num_experts: int, expert_offset: int = 0) -> tor
 
 
 def body(
-    x, ids, top_k_weights, weights: Weights, limit=None, masked=False, rank=(0, None), addend=None
+    x,
+    ids,
+    top_k_weights,
+    weights: Weights,
+    activation=SWIGLU,
+    masked=False,
+    rank=(0, None),
+    addend=None,
 ):
     """What the op's body in PyTorch gives, on any device, of ids that are mapped by hand."""
     ids = ids_here(ids, weights.down_proj.shape[0], rank[0])
-    arguments = x, ids, top_k_weights, *weights, limit, masked
+    arguments = x, ids, top_k_weights, *weights, activation, masked
     return run_body(experts, *arguments, 0, None, addend)
 
 
 def run_body(op: Op, *arguments) -> torch.Tensor:
     """The op's body in PyTorch, on tensors of any device."""
-    return op.overload.redispatch(DispatchKeySet(DispatchKey.CPU), *arguments)
+    return op.overload.redispatch(DispatchKeySet(DispatchKey.CPU), *as_in_schema(arguments))
 
 
 class Calls(TorchDispatchMode):

@@ -3,12 +3,14 @@
 import pytest
 import torch
 
-from moefp8.functional.experts import experts_saving
+from moefp8.functional.experts import experts, experts_saving
 from moefp8.functional.experts_backward import experts_backward
-from moefp8.functional.feed_forward import feed_forward_saving
+from moefp8.functional.feed_forward import feed_forward, feed_forward_saving
 from moefp8.functional.feed_forward_backward import feed_forward_backward
 from moefp8.functional.grouped_linear import grouped_linear
 from moefp8.functional.linear import fp8_linear_backward
+from moefp8.kernels.common.activation import SWIGLU, Activation
+from moefp8.kernels.common.registry import as_in_schema
 from moefp8.quant import quantize_1x128, quantize_128x128
 from moefp8.testing import assert_matches_reference
 from tests import naive
@@ -16,7 +18,7 @@ from tests.functional.cases import inputs, tokens_of, weights_of
 from tests.gpu import on_cpu_and_gpu
 
 E, H, I, K, T = 3, 144, 200, 2, 6
-LIMIT = 1.5
+LIMITED = Activation(limit=1.5)
 
 
 def of_linear() -> list:
@@ -30,15 +32,15 @@ def feed_forward_weights() -> list:
 
 def of_feed_forward() -> list:
     weights = feed_forward_weights()
-    _, gate_up = feed_forward_saving(tokens_of(T, H), *weights, LIMIT)
-    return [tokens_of(T, H), gate_up, *weights, LIMIT, True]
+    _, gate_up = feed_forward_saving(tokens_of(T, H), *weights, LIMITED)
+    return [tokens_of(T, H), gate_up, *weights, LIMITED, True]
 
 
 def of_experts(saved_in_fp8: bool = False) -> list:
     (x, *choice), weights = inputs(T, H, K, E), weights_of(E, H, I)
-    _, gate_up = experts_saving(x, *choice, *weights, LIMIT, False)
+    _, gate_up = experts_saving(x, *choice, *weights, LIMITED, False)
     saved = quantize_1x128(gate_up.flatten(0, 1)) if saved_in_fp8 else (gate_up, None)
-    return [tokens_of(T, H), *choice, *saved, *weights, LIMIT, False]
+    return [tokens_of(T, H), *choice, *saved, *weights, LIMITED, False]
 
 
 OPS = {
@@ -46,14 +48,14 @@ OPS = {
     "feed-forward": (feed_forward_backward, of_feed_forward),
     "feed-forward, saving": (
         feed_forward_saving,
-        lambda: [tokens_of(T, H), *feed_forward_weights(), None],
+        lambda: [tokens_of(T, H), *feed_forward_weights(), SWIGLU],
     ),
     "experts": (experts_backward, of_experts),
     "experts, fp8": (experts_backward, lambda: of_experts(True)),
     "experts, a rank": (experts_backward, lambda: [*of_experts(), 3, 20]),
     "experts, saving": (
         experts_saving,
-        lambda: [*inputs(T, H, K, E), *weights_of(E, H, I), None, False],
+        lambda: [*inputs(T, H, K, E), *weights_of(E, H, I), SWIGLU, False],
     ),
 }
 
@@ -62,17 +64,16 @@ OPS = {
 def test_ops_agree_with_their_fake_bodies(name):
     op, arguments = OPS[name]
     checks = ("test_faketensor", "test_aot_dispatch_dynamic")  # "test_schema" knows no FP8
-    torch.library.opcheck(op.overload, tuple(arguments()), test_utils=checks)
+    torch.library.opcheck(op.overload, as_in_schema(tuple(arguments())), test_utils=checks)
 
 
 def test_saving_changes_no_bit():
     (x, *choice), weights = inputs(T, H, K, E), weights_of(E, H, I)
-    for limit in (None, LIMIT):
-        arguments = x, *choice, *weights, limit, True
-        assert torch.equal(experts_saving(*arguments)[0], torch.ops.moefp8.experts(*arguments))
-        arguments = x, *feed_forward_weights(), limit
-        y = torch.ops.moefp8.feed_forward(*arguments)
-        assert torch.equal(feed_forward_saving(*arguments)[0], y)
+    for activation in (SWIGLU, LIMITED):
+        arguments = x, *choice, *weights, activation, True
+        assert torch.equal(experts_saving(*arguments)[0], experts(*arguments))
+        arguments = x, *feed_forward_weights(), activation
+        assert torch.equal(feed_forward_saving(*arguments)[0], feed_forward(*arguments))
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from moefp8.functional.feed_forward import feed_forward
+from moefp8.kernels.common.activation import SWIGLU, Activation
+from moefp8.kernels.common.registry import as_in_schema
 from moefp8.layers import moe
 from moefp8.layers.moe import SharedExperts
 from moefp8.quant import quantize_128x128
@@ -30,16 +32,16 @@ def assert_launches_right(*arguments) -> None:
     assert_matches_up_to_codes(feed_forward(*arguments), run_body(feed_forward, *arguments))
 
 
-@pytest.mark.parametrize("limit", [None, 0.3])
+@pytest.mark.parametrize("activation", [SWIGLU, Activation("geglu", 0.3)])
 @pytest.mark.parametrize(("t", "h", "i"), SIZES)
-def test_is_right(t, h, i, limit):
+def test_is_right(t, h, i, activation):
     made = operands(t, h, i)
-    y = feed_forward(*made, limit)
+    y = feed_forward(*made, activation)
     assert (y.dtype, y.shape) == (torch.bfloat16, (t, h))
-    assert_matches_up_to_codes(y, naive.fp8_feed_forward(*made, limit))
+    assert_matches_up_to_codes(y, naive.fp8_feed_forward(*made, activation))
     swapped = made[0], *made[3:5], *made[1:3], *made[5:]
     with pytest.raises(AssertionError):
-        assert_matches_up_to_codes(y, naive.fp8_feed_forward(*swapped, limit))
+        assert_matches_up_to_codes(y, naive.fp8_feed_forward(*swapped, activation))
 
 
 @pytest.mark.parametrize(
@@ -51,11 +53,11 @@ def test_is_right(t, h, i, limit):
         (3, lambda x: x.float(), "up must be"),
         (5, lambda x: x.T, "down must be|last dimension of down"),
         (6, lambda x: x.half(), "down_scale_inv must be"),
-        (7, lambda x: -1.0, "swiglu_limit must be at least 0"),
+        (7, lambda x: Activation(limit=-1.0), "swiglu_limit must be at least 0"),
     ],
 )
 def test_bad_input_is_named(at, wrong, message):
-    made = [*operands(4, 256, 128), 1.0]
+    made = [*operands(4, 256, 128), Activation(limit=1.0)]
     made[at] = wrong(made[at])
     with pytest.raises((TypeError, ValueError), match=f"feed_forward: .*({message})"):
         feed_forward(*made)
@@ -63,13 +65,15 @@ def test_bad_input_is_named(at, wrong, message):
 
 def test_op_is_well_formed():
     checks = ("test_faketensor", "test_aot_dispatch_static", "test_aot_dispatch_dynamic")
-    made = (*operands(4, 256, 128), None)
-    torch.library.opcheck(torch.ops.moefp8.feed_forward.default, made, test_utils=checks)
+    made = (*operands(4, 256, 128), SWIGLU)
+    torch.library.opcheck(
+        torch.ops.moefp8.feed_forward.default, as_in_schema(made), test_utils=checks
+    )
 
 
 @pytest.mark.parametrize(("t", "i"), [(0, 128), (3, 0)])
 def test_nothing_to_do(t, i):
-    assert not feed_forward(*operands(max(t, 1), 128, max(i, 1)), None)[:t].isnan().any()
+    assert not feed_forward(*operands(max(t, 1), 128, max(i, 1)), SWIGLU)[:t].isnan().any()
     experts = SharedExperts(128, i)
     assert torch.equal(experts(torch.ones(t, 128)), torch.zeros(t, 128))
 
@@ -97,13 +101,13 @@ def test_the_gradient_of_a_weight_is_refused_aloud():
 # ---- The launcher, without a GPU ----
 
 
-@pytest.mark.parametrize("limit", [None, 0.3])
+@pytest.mark.parametrize("activation", [SWIGLU, Activation("geglu", 0.3)])
 @pytest.mark.parametrize(("t", "h", "i"), [*SIZES, (140, 128, 256), (700, 128, 128), (5, 100, 36)])
-def test_launches_compute_what_the_body_does(t, h, i, limit):
+def test_launches_compute_what_the_body_does(t, h, i, activation):
     made = operands(t, h, i)
     with emulated() as gpu:
         for calls in (1, 2):
-            assert_launches_right(*made, limit)
+            assert_launches_right(*made, activation)
             assert len(gpu.launched) == 3 * calls
     quantization, gate_up, down = gpu.launched[-3:]
     assert quantization.kernel.name.startswith("quantize")
@@ -118,7 +122,7 @@ def test_one_number_may_be_the_scale_of_all_blocks(at, i):
     made = operands(5, 256, i)
     made[at] = torch.full((1, 1), 0.01).expand(made[at].shape)
     with emulated():
-        assert_launches_right(*made, None)
+        assert_launches_right(*made, SWIGLU)
 
 
 @pytest.mark.parametrize("at", [1, 2, 3, 4, 5, 6])
@@ -129,7 +133,7 @@ def test_one_weight_alone_may_have_another_pitch(at):
     memory = torch.empty(rows, columns + 16, dtype=made[at].dtype)
     made[at] = memory[:, :columns].copy_(made[at])
     with emulated():
-        assert_launches_right(*made, None)
+        assert_launches_right(*made, SWIGLU)
 
 
 def test_other_layers_of_one_layout_prepare_nothing():
@@ -137,11 +141,11 @@ def test_other_layers_of_one_layout_prepare_nothing():
     with emulated() as gpu:
         counts = set()
         for _, *weights in layers:
-            assert_launches_right(torch.randn(5, 256), *weights, None)
+            assert_launches_right(torch.randn(5, 256), *weights, SWIGLU)
             counts.add(prepared := len(gpu.prepared()))
         assert len(counts) == 1
         assert len(gpu.kernels) == 3
-        for arguments in ((x, *weights, 0.3), (x[:4], *rest, None)):
+        for arguments in ((x, *weights, Activation(limit=0.3)), (x[:4], *rest, SWIGLU)):
             assert_launches_right(*arguments)
             assert len(gpu.prepared()) > prepared
             prepared = len(gpu.prepared())
@@ -151,7 +155,7 @@ def test_tokens_behind_128_rows_are_a_tail():
     cases = [operands(t, 128, 128) for t in (128, 129, 152, 153)]
     with emulated() as gpu:
         for case in cases:
-            feed_forward(*case, None)
+            feed_forward(*case, SWIGLU)
     assert [made.config.tail > 0 for made in gpu.launched[1::3]] == [False, True, True, False]
 
 
@@ -159,16 +163,16 @@ def test_tokens_behind_128_rows_are_a_tail():
 
 
 @on_gpu
-@pytest.mark.parametrize("limit", [None, 0.3])
+@pytest.mark.parametrize("activation", [SWIGLU, Activation("geglu", 0.3)])
 @pytest.mark.parametrize(
     ("t", "h", "i"), [*SIZES, (700, 512, 640), (2049, 384, 1408), (5, 100, 36)]
 )
-def test_gpu_is_right(t, h, i, limit):
+def test_gpu_is_right(t, h, i, activation):
     made = operands(t, h, i, "cuda")
-    expected = run_body(feed_forward, *made, limit)
+    expected = run_body(feed_forward, *made, activation)
     for _ in range(2):
         with no_synchronisation():
-            y = feed_forward(*made, limit)
+            y = feed_forward(*made, activation)
         assert_close(y, expected, i)
 
 

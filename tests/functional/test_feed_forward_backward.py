@@ -7,6 +7,8 @@ import torch
 
 from moefp8.functional.feed_forward import feed_forward, feed_forward_saving
 from moefp8.functional.feed_forward_backward import feed_forward_backward
+from moefp8.kernels.common.activation import SWIGLU, Activation
+from moefp8.kernels.common.registry import as_in_schema
 from moefp8.layers.moe import SharedExperts
 from moefp8.testing import assert_matches_reference
 from tests.fakes.emulator import emulated
@@ -28,25 +30,25 @@ def gradient_of(t: int, h: int) -> torch.Tensor:
     return tokens_of(t, h) * 2.0**-24
 
 
-def launched(made, grad: torch.Tensor, limit: float | None) -> tuple[torch.Tensor, torch.Tensor]:
+def launched(made, grad: torch.Tensor, activation: Activation) -> tuple[torch.Tensor, torch.Tensor]:
     """What is saved, and the gradient, checked against the bodies."""
-    y, gate_up = feed_forward_saving(*made, limit)
-    assert torch.equal(y, feed_forward(*made, limit))
-    assert_matches_reference(gate_up, run_body(feed_forward_saving, *made, limit)[1])
-    arguments = grad, gate_up, *made[1:], limit, None
+    y, gate_up = feed_forward_saving(*made, activation)
+    assert torch.equal(y, feed_forward(*made, activation))
+    assert_matches_reference(gate_up, run_body(feed_forward_saving, *made, activation)[1])
+    arguments = grad, gate_up, *made[1:], activation, None
     dx = feed_forward_backward(*arguments)
     assert_matches_up_to_codes(dx, run_body(feed_forward_backward, *arguments))
     return gate_up, dx
 
 
-@pytest.mark.parametrize("limit", [None, 0.3])
+@pytest.mark.parametrize("activation", [SWIGLU, Activation("geglu", 0.3)])
 @pytest.mark.parametrize(("t", "h", "i"), [*SIZES, *MORE_SIZES])
-def test_launches_compute_what_the_body_does(t, h, i, limit):
+def test_launches_compute_what_the_body_does(t, h, i, activation):
     made, grad = operands(t, h, i), gradient_of(t, h)
     with emulated() as gpu:
         for _ in range(3):
             gpu.launched.clear()
-            _, dx = launched(made, grad, limit)
+            _, dx = launched(made, grad, activation)
             assert dx.any()
             assert names_of(gpu.launched) == ["quantize", "gemm", "gemm"] * 2 + KERNELS
     saving, *_ = gpu.gemms
@@ -59,25 +61,25 @@ def test_launches_compute_what_the_body_does(t, h, i, limit):
 def test_other_layers_of_one_layout_prepare_nothing():
     first, *others = (operands(5, 256, 264) for _ in range(3))
     with emulated() as gpu:
-        launched(first, gradient_of(5, 256), None)
+        launched(first, gradient_of(5, 256), SWIGLU)
         prepared = len(gpu.prepared())
         for made in others:
-            launched(made, gradient_of(5, 256), None)
+            launched(made, gradient_of(5, 256), SWIGLU)
         assert len(gpu.prepared()) == prepared
-        launched(first, gradient_of(5, 256), 0.3)
+        launched(first, gradient_of(5, 256), Activation(limit=0.3))
         assert len(gpu.prepared()) > prepared
 
 
 def test_a_gradient_may_lie_anywhere():
     made, grad = operands(6, 256, 264), gradient_of(6, 256)
     with emulated():
-        gate_up, expected = launched(made, grad, None)
+        gate_up, expected = launched(made, grad, SWIGLU)
         wide = torch.empty(12, 259).bfloat16()[::2, 3:]
         for place in (grad.T.contiguous().T, wide.copy_(grad)):
-            dx = feed_forward_backward(place, gate_up, *made[1:], None, None)
+            dx = feed_forward_backward(place, gate_up, *made[1:], SWIGLU, None)
             assert torch.equal(dx, expected)
         for expanded in (grad[:1].expand(6, -1), grad[:1, :1].expand(6, 256)):
-            arguments = gate_up, *made[1:], None, None
+            arguments = gate_up, *made[1:], SWIGLU, None
             expected = feed_forward_backward(expanded.contiguous(), *arguments)
             assert torch.equal(feed_forward_backward(expanded, *arguments), expected)
 
@@ -87,7 +89,7 @@ def test_one_number_may_be_the_scale_of_all_blocks(at):
     made = operands(5, 256, 264)
     made[at] = torch.full((1, 1), 0.01).expand(made[at].shape)
     with emulated():
-        launched(made, gradient_of(5, 256), None)
+        launched(made, gradient_of(5, 256), SWIGLU)
 
 
 @pytest.mark.parametrize(("t", "h", "i"), [(0, 128, 128), (3, 128, 0), (3, 0, 128)])
@@ -98,8 +100,8 @@ def test_nothing_to_do(t, h, i):
     x, gate, _, up, _, down = made
     weights = gate, scales[0], up, scales[1], down, scales[2]
     with emulated() as gpu:
-        _, gate_up = feed_forward_saving(x, *weights, None)
-        dx = feed_forward_backward(torch.ones(t, h), gate_up, *weights, None, None)
+        _, gate_up = feed_forward_saving(x, *weights, SWIGLU)
+        dx = feed_forward_backward(torch.ones(t, h), gate_up, *weights, SWIGLU, None)
         assert torch.equal(dx, torch.zeros(t, h).bfloat16())
         assert gpu.gemms == []
 
@@ -138,7 +140,7 @@ def test_what_is_saved_may_have_been_offloaded(gpu):
 )
 def test_bad_input_is_named(at, wrong, message):
     made = operands(4, 256, 128)
-    arguments = [gradient_of(4, 256), torch.zeros(4, 2, 128).bfloat16(), *made[1:], None, None]
+    arguments = [gradient_of(4, 256), torch.zeros(4, 2, 128).bfloat16(), *made[1:], SWIGLU, None]
     arguments[at] = wrong(arguments[at])
     with pytest.raises((TypeError, ValueError), match=f"feed_forward_backward: .*{message}"):
         feed_forward_backward(*arguments)
@@ -147,7 +149,9 @@ def test_bad_input_is_named(at, wrong, message):
 def test_ops_are_well_formed():
     checks = ("test_faketensor", "test_aot_dispatch_static", "test_aot_dispatch_dynamic")
     made, ops = operands(4, 256, 100), torch.ops.moefp8
-    torch.library.opcheck(ops.feed_forward_saving.default, (*made, None), test_utils=checks)
-    _, gate_up = feed_forward_saving(*made, None)
-    arguments = gradient_of(4, 256), gate_up, *made[1:], None, None
-    torch.library.opcheck(ops.feed_forward_backward.default, arguments, test_utils=checks)
+    torch.library.opcheck(ops.feed_forward_saving.default, (*made, *SWIGLU), test_utils=checks)
+    _, gate_up = feed_forward_saving(*made, SWIGLU)
+    arguments = gradient_of(4, 256), gate_up, *made[1:], SWIGLU, None
+    torch.library.opcheck(
+        ops.feed_forward_backward.default, as_in_schema(arguments), test_utils=checks
+    )

@@ -11,6 +11,7 @@ from moefp8.functional.feed_forward import feed_forward, feed_forward_saving
 from moefp8.functional.feed_forward_backward import feed_forward_backward
 from moefp8.functional.grouped_linear import grouped_linear
 from moefp8.functional.linear import fp8_linear_backward
+from moefp8.kernels.common.activation import SWIGLU, Activation
 from moefp8.kernels.common.blocks import MIN_GRADIENT_AMAX
 from moefp8.quant import quantize_128x128
 from moefp8.quant.numerics import quantize_1x128
@@ -88,23 +89,25 @@ def test_grouped_linear_is_right(loads, n, k):
     assert not y[num_rows:].any()
 
 
-@pytest.mark.parametrize("limit", [None, 0.3])
+@pytest.mark.parametrize("activation", [SWIGLU, Activation("geglu", 0.3)])
 @pytest.mark.parametrize(
     ("t", "h", "i"), [*SIZES, (140, 256, 384), (700, 512, 640), (2049, 384, 1408), (5, 100, 36)]
 )
-def test_shared_experts_are_right(t, h, i, limit):
+def test_shared_experts_are_right(t, h, i, activation):
     made, grad = operands(t, h, i, "cuda"), gradient_of(t, h)
-    y, gate_up = feed_forward_saving(*made, limit)
-    assert torch.equal(y, feed_forward(*made, limit))
+    y, gate_up = feed_forward_saving(*made, activation)
+    assert torch.equal(y, feed_forward(*made, activation))
     tolerance = 4e-3 if i >= 64 else 5e-2
-    assert_matches_reference(gate_up, run_body(feed_forward_saving, *made, limit)[1], tolerance)
-    expected = run_body(feed_forward_backward, grad, gate_up, *made[1:], limit, False)
+    assert_matches_reference(
+        gate_up, run_body(feed_forward_saving, *made, activation)[1], tolerance
+    )
+    expected = run_body(feed_forward_backward, grad, gate_up, *made[1:], activation, False)
     found = []
     for _ in range(3):
         poison()
         with no_synchronisation():
-            _, again = feed_forward_saving(*made, limit)
-            found.append(feed_forward_backward(grad, again, *made[1:], limit, False))
+            _, again = feed_forward_saving(*made, activation)
+            found.append(feed_forward_backward(grad, again, *made[1:], activation, False))
         assert torch.equal(again, gate_up)
     assert_close(found[0], expected, i)
     assert all(torch.equal(x, found[0]) for x in found)
@@ -221,7 +224,7 @@ def test_a_backward_holds_no_kernels_of_others(saved_dtype):
     weights = weights_of(E, H, I, "cuda")
     for num_tokens in (32, 2100):
         leaves = leaves_of(made := inputs(num_tokens))
-        given = ExpertsInputs(*made, *weights, None, False)
+        given = ExpertsInputs(*made, *weights, SWIGLU, False)
         grad = gradient_of(num_tokens, H)
         torch.autograd.grad(routed_experts("it", given, saved_dtype, True), leaves, grad)
         y = routed_experts("it", given, saved_dtype, True)

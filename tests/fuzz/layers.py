@@ -10,6 +10,7 @@ import torch
 from hypothesis import strategies as st
 
 from moefp8.kernels import num_blocks
+from moefp8.kernels.common.activation import Activation
 from tests.fuzz import cases as fuzz
 
 IDS = "distinct", "any", "few", "out of range", "nowhere"
@@ -63,6 +64,10 @@ class Layer(NamedTuple):
     weights: Weights
     bias: torch.dtype | None
     limit: float | None
+
+    @property
+    def activation(self) -> Activation:
+        return Activation(limit=self.limit)
 
     @property
     def is_ordinary(self) -> bool:

@@ -5,6 +5,7 @@ import torch
 
 from moefp8.functional import experts as op_room
 from moefp8.functional.experts import experts
+from moefp8.kernels.common.activation import SWIGLU, Activation
 from moefp8.kernels.gemm import dense as gemm
 from moefp8.quant.quantize import quantize_1x128
 from tests import naive
@@ -202,20 +203,20 @@ WRONG_LAYERS = {
 def test_wrong_experts_are_refused(wrong, limit):
     made, (at, change) = layer(), WRONG_LAYERS[wrong]
     expected = judged_experts(*made, limit=limit)
-    check(experts(*made, limit, False), expected)
+    check(experts(*made, Activation(limit=limit), False), expected)
     made[at] = change(made[at])
     with pytest.raises(AssertionError):
-        check(experts(*made, limit, False), expected)
+        check(experts(*made, Activation(limit=limit), False), expected)
 
 
 def test_a_limit_that_is_forgotten_is_noticed():
     made = layer()
     with pytest.raises(AssertionError):
-        check(experts(*made, None, False), judged_experts(*made, limit=0.5))
+        check(experts(*made, SWIGLU, False), judged_experts(*made, limit=0.5))
 
 
 def test_an_activation_without_its_sigmoid_is_noticed(monkeypatch):
     made = layer()
-    monkeypatch.setattr(op_room, "activate", lambda gate, up, limit, **_: gate * up)
+    monkeypatch.setattr(op_room, "activate", lambda gate, up, activation, **_: gate * up)
     with pytest.raises(AssertionError):
-        check(experts(*made, None, False), judged_experts(*made))
+        check(experts(*made, SWIGLU, False), judged_experts(*made))

@@ -279,7 +279,7 @@ def test_feed_forward(device, case, apart):
     results = []
     for place in places_of(device):
         poison(place, 2 * expected.value.numel())
-        y = feed_forward(case.x.make(place), *make(place), case.limit)
+        y = feed_forward(case.x.make(place), *make(place), case.activation)
         check(y.to(device), expected)
         results.append(y.cpu())
     if case.is_ordinary:
@@ -315,15 +315,15 @@ def test_experts(device, case, choices, others):
     for place, masked in ((device, False), (device, True), ("cpu", False)):
         workspace = forward_bytes(sizes._replace(masked=masked))
         poison(place, workspace, 2 * expected.value.numel())
-        y = experts(*make(place), case.limit, masked, first, num_global)
+        y = experts(*make(place), case.activation, masked, first, num_global)
         check(y.to(device), expected)
         results.append(y.cpu())
         tokens, *rest = make(place)
         codes, scale_inv = quantize.quantize_1x128(tokens, False)
-        options = case.limit, masked, first, num_global, None
+        options = case.activation, masked, first, num_global, None
         assert same_bits(experts(codes, *rest, *options, scale_inv), y)
         addend = fuzz.floats(case.x.kind, torch.bfloat16, num_tokens, hidden_size).to(place)
-        added = experts(*make(place), case.limit, masked, first, num_global, addend)
+        added = experts(*make(place), case.activation, masked, first, num_global, addend)
         assert same_bits(added, y + addend)
         if device == "cpu":
             return
@@ -331,7 +331,7 @@ def test_experts(device, case, choices, others):
     x, ids, weights, *projections = make(device)
     some = torch.arange(0, num_tokens, 2)  # a token depends on no other
     rank = first, num_global
-    y = experts(x[some], ids[some], weights[some], *projections, case.limit, False, *rank)
+    y = experts(x[some], ids[some], weights[some], *projections, case.activation, False, *rank)
     assert same_bits(y, results[0][some])
     if case.is_ordinary and choices.weights.kind == "ordinary":
         check_codes_lost(results[0], results[2])

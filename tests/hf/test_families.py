@@ -51,7 +51,7 @@ SAMPLE = (
     "dbrx",  # weights of another form, and batches
     "granitemoehybrid",  # an infinity in its config.json
     "jetmoe",  # experts of another make
-    "minimax_m3_vl_text",  # a clamp of its own, fused shared experts
+    "minimax_m3_vl_text",  # the activation of gpt-oss, fused shared experts
     "step3p7",  # stacks of gate and of up
     "lara_mini",  # a fused projection, of which a part stays in BF16
 )

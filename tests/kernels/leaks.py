@@ -23,6 +23,7 @@ from moefp8.kernels import (
     num_blocks,
     round_up,
 )
+from moefp8.kernels.common.activation import SWIGLU
 from moefp8.kernels.gemm.k_grouped import k_grouped_gemm
 from moefp8.quant import quantize_1x128, quantize_128x128
 from moefp8.routing import build_plan, sigmoid_group_topk, softmax_topk
@@ -141,7 +142,7 @@ class Mix:
         h, i = self.random.choice(_SIZES)
         gate, up, down = self.weight(i, h), self.weight(i, h), self.weight(h, i)
         x = self.view(torch.bfloat16, self.num_tokens(), h)
-        return feed_forward(x, *gate, *up, *down, None)
+        return feed_forward(x, *gate, *up, *down, SWIGLU)
 
     def experts(self) -> torch.Tensor:
         h, i = self.random.choice(_SIZES)
@@ -152,7 +153,7 @@ class Mix:
         ids = self.view(torch.int64, num_tokens, 2)
         weights = self.view(torch.float32, num_tokens, 2)
         masked = self.random.random() < 0.3
-        return experts(x, ids, weights, gate_up, scales, *down, None, masked)
+        return experts(x, ids, weights, gate_up, scales, *down, SWIGLU, masked)
 
     def plan(self) -> Any:
         ids = self.view(torch.int64, self.num_tokens(), self.number(1, 9))

@@ -10,6 +10,7 @@ import torch
 
 from moefp8.functional.expert_configs import Sizes
 from moefp8.kernels import jit
+from moefp8.kernels.common.activation import SWIGLU
 from tests.functional.cases import inputs, run, weights_of
 from tests.functional.experts.records import forward_bytes
 from tests.gpu import NEEDS_GPU, bytes_of_processes
@@ -79,7 +80,7 @@ def test_calls_leak_nothing(num_calls):
 @pytest.mark.parametrize("size", [1024, 1000])  # the latter's weights are copied in each call
 def test_without_memory_an_expert_layer_says_so_and_runs_later(size, masked):
     weights = weights_of(8, 2048, size, "cuda")
-    arguments = *inputs(12000, 2048, 2, 8, "repeated", "cuda"), weights, None, masked
+    arguments = *inputs(12000, 2048, 2, 8, "repeated", "cuda"), weights, SWIGLU, masked
     expected = run(*arguments)
     workspace = forward_bytes(Sizes(12000, 2, 8, 2048, size, masked))
     assert workspace > 64 * MIB

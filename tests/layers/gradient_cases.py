@@ -55,7 +55,7 @@ def expected_of(
     weights = [getattr(layer, name).detach() for name in WEIGHTS]
     given = on("cpu", grad, *arguments, *weights)
     return naive.fp8_experts_grad(
-        *given, layer.swiglu_limit, layer.saved_dtype == torch.float8_e4m3fn
+        *given, layer.activation, layer.saved_dtype == torch.float8_e4m3fn
     )
 
 

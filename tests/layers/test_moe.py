@@ -199,5 +199,5 @@ def test_only_kernels_of_ours_run():
 
 
 def test_an_unknown_keyword_is_told_of_moe():
-    with pytest.raises(TypeError, match=r"^MoE: keywords must be its own .*, got activation$"):
-        MoE(128, 128, 4, 2, activation="gelu")
+    with pytest.raises(TypeError, match=r"^MoE: keywords must be its own .*, got activate$"):
+        MoE(128, 128, 4, 2, activate="gelu")

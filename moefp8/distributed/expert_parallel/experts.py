@@ -246,7 +246,7 @@ def _forward(
     """The result [T, H] bf16, and the tensors that are saved for the backward."""
     codes, scale_inv, scores = exchange.dispatch_codes(x, scores)
     rank, addend = (layer.expert_offset, layer.num_global_experts), None
-    options = layer.swiglu_limit, layer.layout == "masked", *rank, addend, scale_inv
+    options = layer.activation, layer.layout == "masked", *rank, addend, scale_inv
     args: tuple[Any, ...] = (codes, exchange.ids, scores, *weights, *options)
     inputs = ExpertsInputs(*args)
     if not saves:
@@ -275,7 +275,7 @@ class _FrozenExperts(torch.autograd.Function):
         ctx.save_for_backward(*saved, *weights)
         ctx.exchange, ctx.agreement, ctx.dtype = exchange, backward, x.dtype
         ctx.options = (
-            layer.swiglu_limit,
+            layer.activation,
             layer.keep_transposed,
             layer.expert_offset,
             layer.num_global_experts,

@@ -1,8 +1,8 @@
-// The gradient of SwiGLU for experts with trained weights: row codes for the GEMM that computes the gradient of x,
+// The gradient of the activation for experts with trained weights: row codes for the GEMM that computes the gradient of x,
 // column codes for the GEMMs that compute gradients of weights, which sum over tokens. Three kernels, in order:
 //
 // 1. activation_columns_weights_kernel computes the weight of each row.
-// 2. activation_columns_kernel makes codes from the gradient of `a` = silu(gate) * up, and from the saved gate and up.
+// 2. activation_columns_kernel makes codes from the gradient of `a` = f(gate) * up, and from the saved gate and up.
 // 3. activation_columns_sums_kernel adds up the gradients of weights.
 //
 // A scale of row codes is for 128 columns, a scale of column codes for 128 rows, or for 128x128 of weighted `a` with
@@ -72,17 +72,17 @@ __global__ void __launch_bounds__(kThreads) activation_columns_weights_kernel(co
 
 // ---- Gradients ----
 
-template <bool kIsLimited, bool kIsFp8, bool kBlocks>
+template <Activation kKind, bool kIsLimited, bool kIsFp8, bool kBlocks>
 __device__ void both_passes(const Arguments& args, const Tile& tile, Memory<kIsFp8>& memory) {
   float of_columns[kResults][kColumns] = {};
-  first_pass<kIsLimited, kIsFp8, kBlocks>(args, tile, memory, of_columns);
+  first_pass<kKind, kIsLimited, kIsFp8, kBlocks>(args, tile, memory, of_columns);
   store_products(args, tile, memory);
   find_scales<kIsFp8, kBlocks>(args, tile, memory, of_columns);
   const ColumnTargets targets(args, tile);
   if (targets.first_row >= (tile.rows.num_rows + 31) / 32 * 32) return;
 #pragma unroll 1
   for (uint32_t unit = 0; unit < kUnits; ++unit)
-    store_columns<kIsLimited, kIsFp8, kBlocks>(args, tile, memory, targets, unit);
+    store_columns<kKind, kIsLimited, kIsFp8, kBlocks>(args, tile, memory, targets, unit);
 }
 
 // rows = quantize_1x128(d), columns = quantize_128x1(d) and quantize_128x1(w * a), where d = w * grad * d a / d [gate |
@@ -94,7 +94,7 @@ __device__ void both_passes(const Arguments& args, const Tile& tile, Memory<kIsF
 // values in shuffles. In the first pass each thread reads only its own copies, so it needs no barrier.
 // Alignment: rows of grad and of BF16 tensors begin at multiples of 16 B, those of `rows` at 8 B, column codes at 16 B;
 // codes of gate and up at 8 B, or anywhere if 8 does not divide I. All may end anywhere.
-template <bool kIsFp8, bool kBlocks>
+template <Activation kKind, bool kIsFp8, bool kBlocks>
 __global__ void __launch_bounds__(kThreads, 2) activation_columns_kernel(const __grid_constant__ Arguments args) {
   extern __shared__ __align__(16) int memory[];
   Memory<kIsFp8>& shared = *reinterpret_cast<Memory<kIsFp8>*>(memory);
@@ -105,10 +105,10 @@ __global__ void __launch_bounds__(kThreads, 2) activation_columns_kernel(const _
   copy_tile(args, tile, shared);
   copy_factors(args, tile, shared);
   __syncthreads();
-  if (args.limit < __uint_as_float(kInfinity)) {
-    both_passes<true, kIsFp8, kBlocks>(args, tile, shared);
+  if (args.activation.limit < __uint_as_float(kInfinity)) {
+    both_passes<kKind, true, kIsFp8, kBlocks>(args, tile, shared);
   } else {
-    both_passes<false, kIsFp8, kBlocks>(args, tile, shared);
+    both_passes<kKind, false, kIsFp8, kBlocks>(args, tile, shared);
   }
 }
 

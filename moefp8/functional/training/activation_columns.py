@@ -1,7 +1,7 @@
-"""The gradient of SwiGLU between the GEMMs of trained experts, in row codes and in column codes.
+"""The gradient of the activation of trained experts, in row codes and in column codes.
 
 T tokens, k choices each, E experts, R rows, I intermediate, B blocks of column codes. Let a_r =
-silu(gate_r) up_r, w_r the sum of the weights of the row's choices, and dA_r the gradient of a_r
+f(gate_r) up_r, w_r the sum of the weights of the row's choices, and dA_r the gradient of a_r
 before it is multiplied by w_r. Then d[gate | up]_r = w_r dA_r da/d[gate | up]. The gradient of x
 sums it over features, and needs row codes. The gradient of W_gate_up sums it over tokens, that of
 W_down sums w_r a_r over tokens: both need column codes, see `quantize_128x1`. Column codes of w_r
@@ -9,13 +9,13 @@ a_r may share a scale for 128 features, those of a gradient never do. All codes 
 values that were not rounded before.
 """
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from ...kernels.common.activation import Activation
 from ...kernels.common.blocks import (
     BLOCK,
     E4M3,
@@ -76,7 +76,6 @@ class ActivationColumnsInputs(NamedTuple):
     token_to_row: int32 [T, k], as in `RoutingPlan`; anything but [0, R) is no row. A row of an
         expert that no choice has counts as zeros.
     top_k_weights: [T, k] bf16, fp16 or fp32.
-    limit: of `activate`, or None.
     blocks: column codes of w a have one scale for 128 tokens of 128 features; otherwise for 128
         tokens of one feature. All else is the same, bit for bit.
     """
@@ -87,7 +86,7 @@ class ActivationColumnsInputs(NamedTuple):
     expert_offsets: torch.Tensor
     token_to_row: torch.Tensor
     top_k_weights: torch.Tensor
-    limit: float | None
+    activation: Activation
     blocks: bool = False
 
 
@@ -141,7 +140,8 @@ def _allocate(inputs: ActivationColumnsInputs) -> ActivationColumnsGradients:
 
 def _body(inputs: ActivationColumnsInputs) -> ActivationColumnsGradients:
     gradients = _allocate(inputs)
-    grad, gate_up, scale_inv, expert_offsets, token_to_row, top_k_weights, limit, blocks = inputs
+    grad, gate_up, scale_inv, expert_offsets, token_to_row, top_k_weights = inputs[:6]
+    activation, blocks = inputs.activation, inputs.blocks
     num_rows, size = grad.shape
     if grad.numel() == 0:
         return _without_elements(gradients)
@@ -155,7 +155,7 @@ def _body(inputs: ActivationColumnsInputs) -> ActivationColumnsGradients:
     grad = grad.float().masked_fill(~has_choice[:, None], 0.0)
     gate, up = gate_up.float().masked_fill(~has_choice[:, None, None], 0.0).unbind(1)
     weight_of_row, is_first = weights_of_rows(token_to_row, top_k_weights, num_rows)
-    *grad_halves, activated = activate_grad(grad, gate, up, limit)
+    *grad_halves, activated = activate_grad(grad, gate, up, activation)
     grad_gate_up = torch.stack(grad_halves, 1) * weight_of_row[:, None, None]
     padded = zero_padded(grad_gate_up, 2).flatten(1)
     weighted = weight_of_row[:, None] * activated
@@ -198,7 +198,7 @@ def _launch(inputs: ActivationColumnsInputs) -> ActivationColumnsGradients:
     if inputs.grad.numel() == 0:
         return _without_elements(gradients)
     inputs = _as_kernels_read(inputs)
-    grad, gate_up, scales, expert_offsets, token_to_row, weights, limit, blocks = inputs
+    grad, gate_up, scales, expert_offsets, token_to_row, weights = inputs[:6]
     num_rows, size = grad.shape
     memory = (
         grad.new_zeros(num_rows, dtype=torch.float32),  # the weight of each row
@@ -210,8 +210,7 @@ def _launch(inputs: ActivationColumnsInputs) -> ActivationColumnsGradients:
             *map(layout_of, (grad, gate_up, weights)),
             None if scales is None else layout_of(scales),
             len(expert_offsets),
-            limit,
-            blocks,
+            *inputs[6:],
         ),
         lambda: _prepare(inputs, gradients),
     )
@@ -225,7 +224,7 @@ def _launch(inputs: ActivationColumnsInputs) -> ActivationColumnsGradients:
 def _prepare(
     inputs: ActivationColumnsInputs, gradients: ActivationColumnsGradients
 ) -> Sequence[Launch]:
-    grad, gate_up, scales, expert_offsets, _, weights, limit, blocks = inputs
+    grad, gate_up, scales, expert_offsets, _, weights, activation, blocks = inputs
     device_index = grad.get_device()
     r = Record(target_of(device_index), _ADDRESSES)
     describe_activation_columns(
@@ -234,7 +233,7 @@ def _prepare(
         expert_offsets=Place("expert_offsets"),
         token_to_row=Place("token_to_row"),
         num_experts=len(expert_offsets) - 1,
-        limit=math.inf if limit is None else limit,
+        activation=activation,
         rows=Codes.of(gradients.codes, gradients.scale_inv, "rows"),
         gate_up_columns=Codes.of(gradients.gate_up_columns, gradients.gate_up_scale_inv, "gate_up"),
         activated_columns=Codes.of(
@@ -296,9 +295,10 @@ def weights_kernel_of(weights_dtype: torch.dtype) -> Kernel:
     return _kernel(f"weights_kernel<{INPUTS[weights_dtype]}>")
 
 
-def kernel_of(*, is_fp8: bool, blocks: bool = False) -> Kernel:
+def kernel_of(activation: Activation, *, is_fp8: bool, blocks: bool = False) -> Kernel:
     """blocks: column codes of activated values have one scale for 128 features."""
-    return _kernel(f"kernel<{str(is_fp8).lower()}, {str(blocks).lower()}>")
+    flags = str(is_fp8).lower(), str(blocks).lower()
+    return _kernel(f"kernel<{', '.join((activation.enumerator, *flags))}>")
 
 
 def sums_kernel_of() -> Kernel:
@@ -322,7 +322,7 @@ def describe_activation_columns(
     expert_offsets: Place,
     token_to_row: Place,
     num_experts: int,
-    limit: float,
+    activation: Activation,
     *,
     rows: Codes,
     gate_up_columns: Codes,
@@ -345,7 +345,6 @@ def describe_activation_columns(
         saved_scales: fp32 [2 R, ceil(I/128)], rows innermost; None for bf16.
         weights: [T, k].
         expert_offsets: int32 [E + 1]. token_to_row: int32 [T, k], contiguous.
-        limit: of `activate`; infinite if there is none.
         rows: e4m3 [..., R, 2 * (I rounded up to 128)], contiguous; the padding of each half is
             written as zeros. fp32 scales, rows innermost.
         gate_up_columns, activated_columns: e4m3 [B, 2 I, 128] and [B, I, 128]; fp32 [B, 2 I] and
@@ -400,7 +399,7 @@ def describe_activation_columns(
         "size": size,
         "top_k": divisor_of(max(top_k, 1)),
         "num_tiles": divisor_of(tiles_of_row),
-        "limit": limit,
+        "activation": activation.arguments,
         "min_amax": MIN_GRADIENT_AMAX,
     }
     if saved_scales is not None:
@@ -412,6 +411,10 @@ def describe_activation_columns(
 
     if num_choices > 0:
         step(weights_kernel_of(weights.dtype), ceil_div(num_choices, _THREADS))
-    step(kernel_of(is_fp8=is_fp8, blocks=blocks), num_tiles, shared_bytes_of(is_fp8=is_fp8))
+    step(
+        kernel_of(activation, is_fp8=is_fp8, blocks=blocks),
+        num_tiles,
+        shared_bytes_of(is_fp8=is_fp8),
+    )
     if num_choices > 0:
         step(sums_kernel_of(), ceil_div(num_choices, _THREADS))

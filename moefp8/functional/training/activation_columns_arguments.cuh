@@ -1,6 +1,7 @@
 // The arguments of the three kernels of activation_columns.cu. T tokens, k choices each, E experts, R rows, I
 // intermediate, B blocks of column codes.
 #pragma once
+#include "activation.cuh"
 #include "divisor.cuh"
 
 constexpr int kThreads = 256;  // of a CTA of each kernel
@@ -33,6 +34,6 @@ struct Arguments {
   float* is_first;           // [T, k]: 1 for the first choice of a row, 0 for others
   uint32_t num_choices, num_rows, num_experts, size;
   Divisor top_k, num_tiles;  // choices of a token, tiles of I
-  float limit;               // bounds gate from above and up on both sides; may be infinite
+  ActivationArguments activation;
   float min_amax;
 };

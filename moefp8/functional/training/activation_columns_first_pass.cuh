@@ -89,7 +89,7 @@ __device__ void clear(uint8_t* grad, uint8_t* gate, uint32_t count) {
 
 // Row codes, the largest magnitudes of columns in the rows of a thread, and the sums of grad times `a`. With kBlocks,
 // of_columns[2][0] is the largest magnitude in all columns of weighted `a`.
-template <bool kIsLimited, bool kIsFp8, bool kBlocks>
+template <Activation kKind, bool kIsLimited, bool kIsFp8, bool kBlocks>
 __device__ void first_pass(const Arguments& args, const Tile& tile, Memory<kIsFp8>& memory,
                            float (&of_columns)[kResults][kColumns]) {
   const uint32_t column = threadIdx.x % kLanes * kColumns, of_all = tile.first_column + column;
@@ -122,8 +122,9 @@ __device__ void first_pass(const Arguments& args, const Tile& tile, Memory<kIsFp
 #pragma unroll
       for (int j = 0; j < kColumns; ++j) {
         const float grad = part.grad_at(j);
-        const ActivationGradient x = differentiate_activation<kIsLimited>(grad, weight, part.saved_at(0, j, scales[0]),
-                                                                  part.saved_at(1, j, scales[1]), args.limit);
+        const ActivationGradient x =
+            differentiate<kKind, kIsLimited>(grad, weight, part.saved_at(0, j, scales[0]),
+                                             part.saved_at(1, j, scales[1]), args.activation);
         values[i][0][j] = x.of_gate, values[i][1][j] = x.of_up;
         amax[i][0] = larger_magnitude(amax[i][0], x.of_gate), amax[i][1] = larger_magnitude(amax[i][1], x.of_up);
         of_columns[0][j] = larger_magnitude(of_columns[0][j], x.of_gate);

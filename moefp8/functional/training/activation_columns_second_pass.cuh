@@ -71,7 +71,7 @@ __device__ inline void clear_codes(uint8_t* codes, uint32_t num_rows) {
 }
 
 // Stores codes of two adjacent columns and sixteen rows. The eight threads of a column store a line of 128 B.
-template <bool kIsLimited, bool kIsFp8, bool kBlocks>
+template <Activation kKind, bool kIsLimited, bool kIsFp8, bool kBlocks>
 __device__ void store_columns(const Arguments& args, const Tile& tile, Memory<kIsFp8>& memory,
                               const ColumnTargets& targets, uint32_t unit) {
   const uint32_t first_row = targets.first_row, column = targets.column + unit * 8;
@@ -102,8 +102,8 @@ __device__ void store_columns(const Arguments& args, const Tile& tile, Memory<kI
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         const ActivationGradient x =
-            differentiate_activation<kIsLimited>(part.grad_at(j), weight, part.saved_at(0, j, scales[0][r]),
-                                             part.saved_at(1, j, scales[1][r]), args.limit);
+            differentiate<kKind, kIsLimited>(part.grad_at(j), weight, part.saved_at(0, j, scales[0][r]),
+                                             part.saved_at(1, j, scales[1][r]), args.activation);
         quotients[0][j][r] = dividers[0][j].divide(x.of_gate);
         quotients[1][j][r] = dividers[1][j].divide(x.of_up);
         quotients[2][j][r] = dividers[2][j].divide(__fmul_rn(weight, x.activated));

@@ -4,11 +4,11 @@
 // A thread reads only its own copies, so it waits for no others. The second goes along columns: a thread has two
 // columns and sixteen rows.
 #pragma once
+#include "activation.cuh"
+#include "activation_columns_arguments.cuh"
 #include "column_block.cuh"
 #include "copy_async.cuh"
 #include "fp8.cuh"
-#include "activation_columns_arguments.cuh"
-#include "activation.cuh"
 
 constexpr int kTile = ColumnBlock::kRows;       // rows and columns
 constexpr int kColumns = 8;                     // of a thread, side by side, in the first pass

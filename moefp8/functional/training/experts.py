@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...kernels.common.activation import Activation
 from ...kernels.common.blocks import E4M3
 from ...kernels.common.registry import register_inputs
 from ...quant.block_scaled import BlockScaled, dequantize
@@ -47,7 +48,7 @@ class TrainedExpertsInputs(NamedTuple):
     top_k_weights: torch.Tensor
     gate_up_proj: torch.Tensor
     down_proj: torch.Tensor
-    swiglu_limit: float | None
+    activation: Activation
     masked: bool
     expert_offset: int
     num_global_experts: int | None
@@ -101,7 +102,7 @@ class _Saved(NamedTuple):
 
 
 class _Options(NamedTuple):
-    swiglu_limit: float | None
+    activation: Activation
     expert_offset: int
     num_global_experts: int | None
     wgrad: Wgrad
@@ -182,11 +183,11 @@ def _with_bf16_weights(
     to_token = tokens_of_rows(to_row, ids.numel())
     grad_activated = trained_dgrad(*rows, down_proj, offsets, 1)
     activation_gradients = ActivationGradients(
-        *activation_rows_backward(grad_activated, gate_up, to_row, weights, options.swiglu_limit)
+        *activation_rows_backward(grad_activated, gate_up, to_row, weights, options.activation)
     )
     gradients["top_k_weights"] = activation_gradients.grad_weights
     if needs["down_proj"]:
-        activated = activation_rows(gate_up, options.swiglu_limit)
+        activated = activation_rows(gate_up, options.activation)
         weighted = (activation_gradients.weight_of_row[:, None] * activated).bfloat16()
         grad_rows_bf16 = dispatch_rows(grad.bfloat16(), to_token)
         product = grouped_outer(grad_rows_bf16, weighted, offsets)
@@ -217,7 +218,7 @@ class _TrainedExperts(torch.autograd.Function):
         parts: _Parts | None,
         *inputs: Any,
     ) -> torch.Tensor:
-        x, ids, weights, gate_up_proj, down_proj, limit, _, offset, num_global, _ = inputs
+        x, ids, weights, gate_up_proj, down_proj, activation, _, offset, num_global, _ = inputs
         ctx.saves = any(ctx.needs_input_grad[4:-1])
         y: torch.Tensor
         y, gate_up = trained_experts(*inputs, reuse_codes, ctx.saves)
@@ -229,7 +230,7 @@ class _TrainedExperts(torch.autograd.Function):
         ctx.masters = main_grad.master(gate_up_proj), main_grad.master(down_proj)
         ctx.parts = parts
         ctx.options, ctx.dtypes = (
-            _Options(limit, offset, num_global, wgrad),
+            _Options(activation, offset, num_global, wgrad),
             (x.dtype, weights.dtype),
         )
         return y

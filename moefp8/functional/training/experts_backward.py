@@ -12,11 +12,11 @@ the result, a backward takes these steps:
    tokens as column codes, in temporary memory.
 """
 
-import math
 from typing import NamedTuple
 
 import torch
 
+from ...kernels.common.activation import Activation
 from ...kernels.common.blocks import MIN_GRADIENT_AMAX
 from ...kernels.common.checks import FLOATS, check_same_device, check_shape, check_tensor
 from ...kernels.common.prepared import Launches, layout_of
@@ -90,7 +90,7 @@ class TrainedExpertsBackwardInputs(NamedTuple):
     grad_down_proj: Written | None
     adds_to_gate_up_proj: bool
     adds_to_down_proj: bool
-    swiglu_limit: float | None
+    activation: Activation
     expert_offset: int
     num_global_experts: int | None
     blocks: bool
@@ -124,14 +124,14 @@ def _backward(inputs: TrainedExpertsBackwardInputs) -> tuple[torch.Tensor, torch
     """Run the steps at the head of this file, one by one."""
     _check_backward(inputs)
     grad, x, ids, weights, *gate_up, gate_up_proj, down_proj, grad_gate_up, grad_down = inputs[:10]
-    limit, expert_offset, num_global_experts, blocks = inputs[12:]
+    activation, expert_offset, num_global_experts, blocks = inputs[12:]
     num_experts, rank = len(down_proj), (expert_offset, num_global_experts)
     *rows, offsets, to_row = quantized_rows(grad, ids, num_experts, *rank)
     to_token = tokens_of_rows(to_row, ids.numel())
     grad_activated = trained_dgrad(*rows, down_proj, offsets, 1)
     activation_gradients = ActivationColumnsGradients(
         *activation_columns_backward(
-            grad_activated, *gate_up, offsets, to_row, weights, limit, blocks
+            grad_activated, *gate_up, offsets, to_row, weights, activation, blocks
         )
     )
     grad_rows = trained_dgrad(*activation_gradients[:2], gate_up_proj, offsets, 2)
@@ -197,7 +197,7 @@ def _prepare(
             Codes(named["down"], named["down_scales"]),
             Codes(named["gate_up"], named["gate_up_scales"]),
         ),
-        limit=math.inf if inputs.swiglu_limit is None else inputs.swiglu_limit,
+        activation=inputs.activation,
         expert_offset=inputs.expert_offset,
         blocks=inputs.blocks,
         accumulate=(inputs.adds_to_down_proj, inputs.adds_to_gate_up_proj),

@@ -14,12 +14,12 @@ T tokens, k choices each, E experts, H hidden, I intermediate, R = T k rows.
 None waits for the host. Intermediate results are in one workspace.
 """
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
+from ...kernels.common.activation import SWIGLU, Activation
 from ...kernels.common.blocks import BLOCK, MIN_GRADIENT_AMAX, num_blocks, round_up
 from ...kernels.gemm.k_grouped.k_grouped import describe_k_grouped
 from ...kernels.gemm.tuned import ANY_TARGET
@@ -53,7 +53,7 @@ def describe_trained_backward(
     grad_down: Tensor | None,
     grad_gate_up: Tensor | None,
     dx: Tensor,
-    limit: float = math.inf,
+    activation: Activation = SWIGLU,
     expert_offset: int = 0,
     blocks: bool = False,
     accumulate: tuple[bool, bool] = (False, False),
@@ -93,7 +93,7 @@ def describe_trained_backward(
         offsets,
         token_to_row,
         sizes.num_experts,
-        limit,
+        activation,
         rows=rows,
         gate_up_columns=gate_up_columns,
         activated_columns=activated_columns,
@@ -145,6 +145,7 @@ def trained_backward_record(
     target: Target = ANY_TARGET,
     span: Span | None = None,
     *,
+    activation: Activation = SWIGLU,
     blocks: bool = False,
     dtypes: tuple[torch.dtype | None, torch.dtype | None] = (torch.float32, torch.float32),
     accumulate: bool = False,
@@ -177,6 +178,7 @@ def trained_backward_record(
         grad_down=grad_down,
         grad_gate_up=grad_gate_up,
         dx=tensors.results("dx", sizes),
+        activation=activation,
         blocks=blocks,
         accumulate=(accumulate, accumulate),
     )

@@ -1,8 +1,8 @@
-"""A SwiGLU feed-forward that every token takes, with trained weights.
+"""A gated feed-forward that every token takes, with trained weights.
 
 T tokens, H hidden, I intermediate. The forward is that of frozen weights with the codes of the
 master weights, so a trainer and a server compute the same bits. It saves x, and gate and up of each
-token before SwiGLU. The backward is that of three linears.
+token before the activation. The backward is that of three linears.
 """
 
 from collections.abc import Sequence
@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...kernels.common.activation import Activation
 from ...kernels.common.blocks import MIN_AMAX
 from ...kernels.common.registry import register_inputs
 from ...quant.columns import quantize_128x1
@@ -35,7 +36,7 @@ class TrainedFeedForwardInputs(NamedTuple):
     gate: torch.Tensor
     up: torch.Tensor
     down: torch.Tensor
-    swiglu_limit: float | None
+    activation: Activation
     batch_invariant: bool
     reuse_codes: bool
     saves: bool
@@ -51,7 +52,7 @@ def _forward(inputs: TrainedFeedForwardInputs) -> tuple[torch.Tensor, torch.Tens
     weights = inputs.gate, inputs.up, inputs.down
     codes = [codes_of(weight, reuse_codes=inputs.reuse_codes) for weight in weights]
     tensors = inputs.x, *(y for x in codes for y in (x.data, x.scale_inv))
-    options = inputs.swiglu_limit, inputs.batch_invariant
+    options = inputs.activation, inputs.batch_invariant
     if inputs.saves:
         y, gate_up = feed_forward_saving(*tensors, *options)
         return y, gate_up
@@ -83,16 +84,17 @@ class _TrainedFeedForward(torch.autograd.Function):
         ctx: Any,
         wgrad: Wgrad,
         reuse_codes: bool,
-        limit: float | None,
+        activation: Activation,
         batch_invariant: bool,
         x: torch.Tensor,
         *weights: torch.Tensor,
     ) -> torch.Tensor:
         y: torch.Tensor
-        y, gate_up = trained_feed_forward(x, *weights, limit, batch_invariant, reuse_codes, True)
+        options = activation, batch_invariant, reuse_codes
+        y, gate_up = trained_feed_forward(x, *weights, *options, True)
         ctx.save_for_backward(x, gate_up, *weights)
         ctx.masters = [main_grad.master(weight) for weight in weights]
-        ctx.wgrad, ctx.limit, ctx.batch_invariant = wgrad, limit, batch_invariant
+        ctx.wgrad, ctx.activation, ctx.batch_invariant = wgrad, activation, batch_invariant
         return y
 
     @staticmethod
@@ -106,14 +108,14 @@ class _TrainedFeedForward(torch.autograd.Function):
         wgrad, batch_invariant = ctx.wgrad, ctx.batch_invariant
         needs_x, needs_gate, needs_up, needs_down = ctx.needs_input_grad[4:]
         gated, ungated = gate_up.unbind(1)
-        activated = activate(gated, ungated, ctx.limit) if needs_down else gated
+        activated = activate(gated, ungated, ctx.activation) if needs_down else gated
         needs = needs_x or needs_gate or needs_up, needs_down
         operands = _for_weight(activated, wgrad, needs_down)
         grad_activated, grad_down = gradients(grad, down, operands, needs, batch_invariant)
         if grad_activated is None:
             return None, None, None, None, None, None, None, grad_down
         grad_gated, grad_ungated, _ = activate_grad(
-            grad_activated.float(), gated, ungated, ctx.limit
+            grad_activated.float(), gated, ungated, ctx.activation
         )
         operands = _for_weight(x, wgrad, needs_gate or needs_up)
         needs, grad_gated = (needs_x, needs_gate), grad_gated.bfloat16()
@@ -129,7 +131,7 @@ def shared_experts(
     layer: str,
     x: torch.Tensor,
     weights: Sequence[torch.Tensor],
-    limit: float | None,
+    activation: Activation,
     wgrad: Wgrad,
     *,
     reuse_codes: bool,
@@ -141,7 +143,7 @@ def shared_experts(
     """
     y: torch.Tensor
     if records(layer, x, *weights):
-        y = _TrainedFeedForward.apply(wgrad, reuse_codes, limit, batch_invariant, x, *weights)
+        y = _TrainedFeedForward.apply(wgrad, reuse_codes, activation, batch_invariant, x, *weights)
     else:
-        y, _ = trained_feed_forward(x, *weights, limit, batch_invariant, reuse_codes, False)
+        y, _ = trained_feed_forward(x, *weights, activation, batch_invariant, reuse_codes, False)
     return y

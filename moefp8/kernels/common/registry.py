@@ -15,6 +15,7 @@ import torch
 from torch import _C
 
 from ..jit import current_driver
+from .activation import Activation
 from .checks import check_no_gradient
 
 LIBRARY = torch.library.Library("moefp8", "DEF")
@@ -61,7 +62,7 @@ def register(
 
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
-_NUMBERS = {bool, int, float, type(None)}
+_VALUES = {bool, int, float, type(None), Activation}
 _num_dispatch_modes = _C._len_torch_dispatch_stack
 _num_function_modes = _C._len_torch_function_stack
 _transform = _C._functorch.peek_interpreter_stack
@@ -81,7 +82,7 @@ def any_watches() -> bool:
 
 
 def _are_simple(args: Iterable[Any]) -> bool:
-    """Whether all are numbers, and tensors whose values are those in their memory."""
+    """Whether all are numbers and the like, and tensors whose values are those in their memory."""
     for x in args:
         kind = type(x)
         if kind in _PLAIN:
@@ -90,7 +91,7 @@ def _are_simple(args: Iterable[Any]) -> bool:
         elif kind is list:
             if not _are_simple(x):
                 return False
-        elif kind not in _NUMBERS:
+        elif kind not in _VALUES:
             return False
     return True
 
@@ -107,10 +108,13 @@ class Op:
         self, overload: Any, direct: Callable[..., Any] | None, takes: Callable[..., bool] | None
     ) -> None:
         self.overload, self._direct, self._takes = overload, direct, takes
+        self._takes_activation = any(
+            x.name == "activation_kind" for x in overload._schema.arguments
+        )
 
     def __call__(self, *args: Any) -> Any:
         if self._direct is None or torch.compiler.is_compiling() or not self._may_skip(args):
-            return self.overload(*args)
+            return self.overload(*(as_in_schema(args) if self._takes_activation else args))
         return self._direct(*args)
 
     def _may_skip(self, args: tuple[Any, ...]) -> bool:
@@ -120,6 +124,11 @@ class Op:
         if type(first) not in _PLAIN or not current_driver().runs_our_kernels(first.get_device()):
             return False
         return not any_watches() and (self._takes is None or self._takes(*args))
+
+
+def as_in_schema(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments as the schema has them: the fields of an `Activation` in its place."""
+    return tuple([y for x in args for y in (x if type(x) is Activation else (x,))])
 
 
 Written = Annotated[torch.Tensor, "written"]  # an argument that an op writes
@@ -135,6 +144,7 @@ _SCHEMA_TYPES = {
     float | None: "float?",
     bool: "bool",
     bool | None: "bool?",
+    str: "str",
 }
 
 
@@ -149,18 +159,35 @@ def register_inputs(
     """Call `register` for an op whose arguments are declared once: as the fields of a NamedTuple.
 
     The schema follows from their annotations and defaults, and each body takes one such tuple.
-    Instead of the class, `inputs` may be a function that makes one from the op's arguments.
+    Instead of the class, `inputs` may be a function that makes one from the op's arguments. The
+    schema has the fields of an `Activation` as arguments of their own; what the op writes comes
+    before them.
     """
     fields = get_type_hints(inputs, include_extras=True)
     fields.pop("return", None)
     defaults = getattr(inputs, "_field_defaults", {})
+    position = next((i for i, kind in enumerate(fields.values()) if kind is Activation), None)
+    if position is not None:
+        parts = get_type_hints(Activation).items()
+        named = {f"activation_{part}": kind for part, kind in parts}
+        items = [*fields.items()]
+        fields = dict([*items[:position], *named.items(), *items[position + 1 :]])
     arguments = ", ".join(
         f"{_SCHEMA_TYPES[kind]} {field}" + (f"={defaults[field]}" if field in defaults else "")
         for field, kind in fields.items()
     )
 
     def taking_inputs(body: Callable[[Any], Any]) -> Callable[..., Any]:
-        return lambda *args: body(inputs(*args))
+        if position is None:
+            return lambda *args: body(inputs(*args))
+        end = position + len(Activation._fields)
+
+        def run(*args: Any) -> Any:
+            if type(args[position]) is not Activation:
+                args = *args[:position], Activation(*args[position:end]), *args[end:]
+            return body(inputs(*args))
+
+        return run
 
     taking = {device: taking_inputs(body) for device, body in bodies.items()}
     return register(f"{name}({arguments}) -> {returns}", **taking, hopper_takes=hopper_takes)

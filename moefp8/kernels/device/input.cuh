@@ -10,6 +10,13 @@ __device__ inline float half_to_float(uint32_t low_bits) {
   return x;
 }
 
+// The i-th of four E4M3 codes, the first in the lowest byte.
+__device__ inline float decode_e4m3(uint32_t codes, int i) {
+  uint32_t two;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(two) : "h"(static_cast<uint16_t>(i < 2 ? codes : codes >> 16)));
+  return half_to_float(i % 2 ? two >> 16 : two);
+}
+
 // The element at an address, which is a multiple of its size.
 template <Input kInput>
 __device__ inline float load_float(const uint8_t* address) {

@@ -4,6 +4,7 @@
 // `swap_ab` the columns, for small M, since WGMMA's rows come in 64s and its columns in 8s. "Rows" and "columns" in
 // this folder are always WGMMA's; "tokens" are the M rows of a, "weights" the N rows of b.
 #pragma once
+#include "activation.cuh"
 #include "base.cuh"
 
 constexpr int kBlock = 128;  // elements of K that have one scale and one promotion
@@ -38,12 +39,13 @@ struct GemmConfig {
   bool swap_ab;             // weights are the row operand, tokens the column operand
   int num_product_buffers;  // sets of WGMMA accumulators: with two, one is promoted while the other is computed
   bool grouped;             // each group of tokens has weights of its own
-  bool gate_up;             // half of a tile's weights are gate's, half up's for the same outputs; SwiGLU follows
+  bool gate_up;             // half of a tile's weights are gate's, half up's for the same outputs; the activation follows
   int tail;                 // tokens behind wgmma_m, the columns of a math warpgroup of their own: tail.cuh
   bool halves_tiles;        // the last tiles may be halves: 64 tokens, and a part of the weights for each warpgroup
   bool saves_gate_up;       // gate and up are also stored in BF16, for a backward
   Bias bias;
   GroupLayout group_layout;
+  Activation activation;    // of gate and up
 
   // ---- Derived by the host, which needs it too ----
   bool stacked;                 // a warpgroup has 64 rows of gate and 64 of up
@@ -133,10 +135,10 @@ struct Groups {
   int* tile_counter;
 };
 
-// Where the results of SwiGLU go: E4M3 with a scale for each token and 128 outputs.
-struct Activation {
-  const float* up_scales;  // they lie as `weight_scales`, which are gate's
-  float limit;             // bounds gate from above and up on both sides; may be infinite
+// The scales of up, and where activated values go: E4M3 with a scale for each token and 128 outputs.
+struct GateUp {
+  const float* up_scales;  // with the layout of `weight_scales`, which are gate's
+  ActivationArguments activation;
   float* scales;           // [matrices, outputs/128, pitch]
   int64_t pitch;
   uint8_t* saved;          // of `saves_gate_up`: BF16 [tokens, 2, outputs]
@@ -160,5 +162,5 @@ struct Arguments {
                                      // x < 2^33 / band, (x * inverse) >> 33 == x / band exactly
   int programmatic;                  // whether the previous kernel may still write the tokens
   Groups groups;
-  Activation activation;
+  GateUp gate_up;
 };

@@ -6,6 +6,7 @@ from functools import cached_property, lru_cache
 from math import gcd
 from typing import Any
 
+from ..common.activation import SWIGLU
 from ..common.blocks import BLOCK, ceil_div, round_up, round_up_to_tma
 
 MAX_SHARED_BYTES = 227 * 1024  # the most that a CTA can have
@@ -265,11 +266,18 @@ class GemmConfig:
             return ""
         return "01111" if self.grouped else "01111111"
 
-    def kernel_name(self, bias: str, group_layout: GroupLayout | None = None) -> str:
-        """bias: the name of a value of `Bias` in config.cuh."""
+    def kernel_name(
+        self,
+        bias: str,
+        group_layout: GroupLayout | None = None,
+        activation: str = SWIGLU.enumerator,
+    ) -> str:
+        """bias: the name of a value of `Bias` in config.cuh. activation: an enumerator."""
         layout = group_layout.value if group_layout else "kDense"
         members = {x.name: getattr(self, x.name) for x in fields(self)}
         members |= {"bias": f"Bias::{bias}", "group_layout": f"GroupLayout::{layout}"}
+        if self.gate_up:
+            members["activation"] = activation
         derived = [name for name, x in vars(GemmConfig).items() if type(x) is kernel_field]
         members |= {name: getattr(self, name) for name in derived}
         initializers = (f".{name} = {in_cpp(value)}" for name, value in members.items())

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..common.activation import SWIGLU, Activation
 from ..common.blocks import BLOCK, ceil_div, num_blocks, round_up
 from ..jit import Kernel, current_driver
 from ..program import Codes, Place, Record, Tensor, TensorMap
@@ -42,17 +43,16 @@ class GroupsOfTokens(NamedTuple):
 
 
 class GateUp(NamedTuple):
-    """The arguments for `config.gate_up`: the other half of the weights, SwiGLU, and quantization.
+    """The arguments for `config.gate_up`: the other half of the weights, and what follows.
 
     up: codes and scales with the layouts of gate's, which are b.
-    limit: as in `activate`; infinite if there is none.
     d_scale_inv: the scales of d, fp32 [..., M, ceil(N/128)], M innermost.
     saved: bf16 [M, 2, N], gate and up of each token, with a row pitch of round_up(N, 8); only if
         `config.saves_gate_up`.
     """
 
     up: Codes
-    limit: float
+    activation: Activation
     d_scale_inv: Tensor
     saved: Place | None = None
 
@@ -66,9 +66,14 @@ class Sms(NamedTuple):
 
 @lru_cache(4096)
 def kernel_of(
-    config: GemmConfig, bias: torch.dtype | None, group_layout: GroupLayout | None = None
+    config: GemmConfig,
+    bias: torch.dtype | None,
+    group_layout: GroupLayout | None = None,
+    activation: Activation = SWIGLU,
 ) -> Kernel:
-    return Kernel(SOURCE, config.kernel_name(BIASES[bias], group_layout), config.interleaving)
+    """activation: of `config.gate_up`; its kind alone counts."""
+    name = config.kernel_name(BIASES[bias], group_layout, activation.enumerator)
+    return Kernel(SOURCE, name, config.interleaving)
 
 
 def describe_gemm(
@@ -149,9 +154,9 @@ def describe_gemm(
         }
         early += [groups.bounds] if groups.bounds_ready else []
     if gate_up is not None:
-        arguments["activation"] = {
+        arguments["gate_up"] = {
             "up_scales": gate_up.up.scale_inv.place,
-            "limit": gate_up.limit,
+            "activation": gate_up.activation.arguments,
             "scales": gate_up.d_scale_inv.place,
             "pitch": gate_up.d_scale_inv.strides[-1],
             "saved": gate_up.saved,
@@ -160,7 +165,10 @@ def describe_gemm(
         early += [gate_up.up.data.place, gate_up.up.scale_inv.place]
     r.step(
         kernel_of(
-            config, None if bias is None else bias.dtype, None if groups is None else groups.layout
+            config,
+            None if bias is None else bias.dtype,
+            None if groups is None else groups.layout,
+            SWIGLU if gate_up is None else gate_up.activation,
         ),
         clusters * config.cluster,
         config.threads,

@@ -174,7 +174,7 @@ struct ScaleProducer {
     for (int weight = 0; weight < C.tile_weights; weight += C.smallest_piece) {
       if (!TileCoord<C>::begins_scale(weight)) continue;
       const int64_t block = min(schedule.coord.weight(args, weight) / kBlock, last_block);
-      const float* scales = C.gate_up && weight > 0 ? args.activation.up_scales : args.weight_scales;
+      const float* scales = C.gate_up && weight > 0 ? args.gate_up.up_scales : args.weight_scales;
       chunk.scales[TileCoord<C>::scale(weight)] = scales[first + block * args.weight_scale_stride];
     }
   }

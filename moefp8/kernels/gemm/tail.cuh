@@ -95,7 +95,7 @@ __device__ void consume_tail(Shared<C>& shared, const Arguments& args, Scheduler
     if constexpr (C.gate_up) {
       if constexpr (C.saves_gate_up)
         save_gate_up<true>(tail.total[0], tail.total[1], args, schedule.coord, thread);
-      activate(tail.total[0], tail.total[1], args.activation.limit);
+      activate<C.activation>(tail.total[0], tail.total[1], args.gate_up.activation);
       gate_up_epilogue_columns(tail.total[0], shared, args, schedule.coord, num_activated++, thread);
     } else {
       tail.store(shared, args, schedule.coord, thread);

@@ -140,9 +140,9 @@ def target_of(device_index: int) -> Target:
 # ---- The file ----
 
 BROKEN = (OSError, ValueError)
-# The digest of these sources, and one that covers comments, too. Tables under the latter are
-# adopted until a kernel changes; then delete both.
-_DIGEST, _FORMER_DIGEST = "d3d8678c1c8b", "2e75b2e110fd"
+# The digest of these sources, and those of former texts with the same machine code; the last one
+# covers comments, too. Tables under these are adopted until a kernel changes; then delete them all.
+_DIGEST, _FORMER_DIGESTS = "f18365fe2131", ("d3d8678c1c8b", "2e75b2e110fd")
 
 
 @cache
@@ -164,8 +164,9 @@ def stored(device_index: int) -> Table:
     """Read what tuning/keep.py wrote: a checksum, then the table. Raises one of `BROKEN`."""
     name = file_name(device_index)
     data = read_beside_kernels(name)
-    if data is None:
-        data = _adopt(name, name.replace(_DIGEST, _FORMER_DIGEST))
+    for former in _FORMER_DIGESTS:
+        if data is None:
+            data = _adopt(name, name.replace(_DIGEST, former))
     if data is None:
         return NOTHING
     expected, _, table = data.partition(b"\n")

@@ -24,7 +24,7 @@ Patterns = str | Iterable[str]
 FilterFn = Callable[[nn.Module, str], bool]
 Overrides = Mapping[str, bool | Mapping[str, Any]]
 
-_OF_EXPERTS, _OF_BOTH = {"layout", "swiglu_limit"}, {"trainable", "wgrad"}
+_OF_EXPERTS, _OF_BOTH = {"layout", "activation", "swiglu_limit"}, {"trainable", "wgrad"}
 _WRAPPED = (
     "must have no hooks and no forward of its own (as patches are, and accelerate's where a "
     "device_map names several devices: pass quantization_config=FP8Config() to from_pretrained "
@@ -274,8 +274,8 @@ def _check(
         return {}, tensor_problem(module, ("weight",))
     if problem := form_problem(module, stacks) or tensor_problem(module, stacks.names):
         return {}, problem
-    limit, problem = probe(module, probed, trainable)
-    return {"swiglu_limit": limit}, problem
+    activation, problem = probe(module, probed, trainable)
+    return {"activation": activation.kind, "swiglu_limit": activation.limit}, problem
 
 
 def _refusal(pattern: str, what: str, may_freeze: bool, group: list[tuple[str, nn.Module]]) -> str:

@@ -7,13 +7,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ...functional.activation import activate, check_limit
+from ...functional.activation import activate
+from ...kernels.common.activation import Activation, activation_of
 from ...kernels.common.checks import check_choices
 from ..module import attributes_repr, draw_as_linear
 
 
 class PlainExperts(nn.Module):
-    """E SwiGLU experts in BF16, FP16 or FP32: `dequantize` makes them, `convert` takes them.
+    """E gated experts in BF16, FP16 or FP32: `dequantize` makes them, `convert` takes them.
 
     Names, shapes and forward are those of `GroupedExperts`, and gradients flow. Experts run one
     after the other, and on a GPU each waits for the router's choice. `dtype` is that of the weights
@@ -29,18 +30,27 @@ class PlainExperts(nn.Module):
         hidden_size: int,
         intermediate_size: int,
         *,
+        activation: str | Activation = "swiglu",
         swiglu_limit: float | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         super().__init__()
-        check_limit("PlainExperts", swiglu_limit)
         e, h, i = num_experts, hidden_size, intermediate_size
         self.num_experts, self.hidden_size, self.intermediate_size = e, h, i
-        self.swiglu_limit = swiglu_limit
+        self.activation = activation_of("PlainExperts", activation, swiglu_limit)
         self.gate_up_proj = nn.Parameter(torch.empty(e, 2 * i, h, device=device, dtype=dtype))
         self.down_proj = nn.Parameter(torch.empty(e, h, i, device=device, dtype=dtype))
         self.reset_parameters()
+
+    @property
+    def swiglu_limit(self) -> float | None:
+        """The limit of `activation`."""
+        return self.activation.limit
+
+    @swiglu_limit.setter
+    def swiglu_limit(self, limit: float | None) -> None:
+        self.activation = self.activation._replace(limit=limit)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -68,8 +78,9 @@ class PlainExperts(nn.Module):
     def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
         """[rows, 2I] -> [rows, I]; transformers and `convert` know it by this name."""
         gate, up = gate_up.chunk(2, dim=-1)
-        return activate(gate, up, self.swiglu_limit).to(gate_up.dtype)
+        return activate(gate, up, self.activation).to(gate_up.dtype)
 
     def extra_repr(self) -> str:
         sizes = "num_experts", "hidden_size", "intermediate_size"
-        return attributes_repr(self, *sizes, "swiglu_limit")
+        activation = () if self.activation.kind == "swiglu" else ("activation",)
+        return attributes_repr(self, *sizes, *activation, "swiglu_limit")

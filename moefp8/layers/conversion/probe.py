@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 from ...functional.activation import activate
+from ...kernels.common.activation import SWIGLU, Activation
 from .source_code import Reach, in_reach
-from .stacks import Stacks, stated_limits
+from .stacks import Stacks, activations_of, stated_limits
 from .trial import attributes_of, fingerprint, random_weights
 
 TOKEN_SIZES = (0.25, 1.0, 4.0, 8.0, 16.0, 32.0)  # from small to large, so that clamps show
@@ -46,8 +47,8 @@ class Routing(NamedTuple):
         return Routing(*(x.repeat(count, 1) for x in self))
 
 
-# (the SwiGLU limit of an experts module, None), or (None, how it differs from SwiGLU experts)
-Probed = tuple[float | None, str | None]
+# (the activation of an experts module, None), or (SWIGLU, how it differs from ours)
+Probed = tuple[Activation, str | None]
 
 
 def probe(module: nn.Module, known: dict[Any, Probed], trainable: bool = False) -> Probed:
@@ -100,7 +101,7 @@ def _probe(module: nn.Module, training: bool, names: Iterable[str]) -> Probed:
     names: those of its `Reach`.
     """
     random = torch.Generator().manual_seed(0)
-    limits: list[float | None] = [*dict.fromkeys(stated_limits(module)), None]
+    activations = _candidates(module)
     forward, has_run = _forward_of(module), False
     for widest in (NARROW, None):
         with random_weights(module, random, training, widest) as (stacks, changed):
@@ -108,8 +109,8 @@ def _probe(module: nn.Module, training: bool, names: Iterable[str]) -> Probed:
                 with suppress(Exception):  # what a first call keeps for later ones is no change
                     forward(*_routing(stacks, 1, 1, range(1), TOKEN_SIZES[:1], random))
                 reach = in_reach(module, names)
-                few = _few(stacks, limits, has_run, random)
-                fitting, problem = _compare(forward, stacks, limits, few)
+                few = _few(stacks, activations, has_run, random)
+                fitting, problem = _compare(forward, stacks, activations, few)
                 if problem is not None and widest is not None and not changed(reach):
                     continue  # it may know H or I
                 if problem is None:
@@ -124,18 +125,32 @@ def _probe(module: nn.Module, training: bool, names: Iterable[str]) -> Probed:
             if problem is None and (name := changed(reach)):
                 problem = f"must have a forward that changes nothing in it, but that changes {name}"
         if problem is not None:
-            return None, problem
-        limits, has_run = fitting, True
-    return limits[0], None
+            return SWIGLU, problem
+        activations, has_run = fitting, True
+    return activations[0], None
+
+
+def _candidates(module: nn.Module) -> list[Activation]:
+    """SwiGLU and what its `_apply_gate` or `act_fn` computes, with each limit that it states.
+
+    Runs alone would not tell the two GELUs from each other.
+    """
+    limits: list[float | None] = [*dict.fromkeys(stated_limits(module)), None]
+    try:
+        others = activations_of(module)
+    except Exception:  # functions of others may raise anything
+        others = []
+    kinds = dict.fromkeys([SWIGLU, *(x._replace(limit=None) for x in others)])
+    return [kind._replace(limit=limit) for kind in kinds for limit in limits]
 
 
 def _compare(
     forward: Callable[..., Any],
     stacks: Stacks,
-    limits: list[float | None],
+    activations: list[Activation],
     routings: Iterable[tuple[Routing, int]],
-) -> tuple[list[float | None], str | None]:
-    """Which of the limits fit, and how the forward differs from SwiGLU experts, or None."""
+) -> tuple[list[Activation], str | None]:
+    """Which of the activations fit, and how the forward differs from our experts, or None."""
     for routing, count in routings:
         try:
             came = forward(*routing.repeated(count))
@@ -149,26 +164,26 @@ def _compare(
         if not isinstance(came, torch.Tensor) or came.numel() != count * routing.x.numel():
             return [], f"must give one tensor [T, H], got {type(came).__name__}"
         came = came.reshape(-1, routing.x.shape[1]).float()
-        fitting = [x for x in limits if _fits(came, stacks, routing, partial(activate, limit=x))]
+        fitting = [
+            x for x in activations if _fits(came, stacks, routing, partial(activate, activation=x))
+        ]
         if not fitting:
             return [], _difference(came, stacks, routing)
-        limits = fitting
-    return limits, None
+        activations = fitting
+    return activations, None
 
 
-Activation = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Formula = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def _worst_row(
-    came: torch.Tensor, stacks: Stacks, routing: Routing, activation: Activation
-) -> float:
+def _worst_row(came: torch.Tensor, stacks: Stacks, routing: Routing, formula: Formula) -> float:
     """The largest relative error of a row."""
-    wanted = _reference(activation, stacks, routing)
+    wanted = _reference(formula, stacks, routing)
     return float(((came - wanted).norm(dim=1) / wanted.norm(dim=1)).nan_to_num(torch.inf).max())
 
 
-def _fits(came: torch.Tensor, stacks: Stacks, routing: Routing, activation: Activation) -> bool:
-    return _worst_row(came, stacks, routing, activation) < TOLERANCE[routing.x.dtype]
+def _fits(came: torch.Tensor, stacks: Stacks, routing: Routing, formula: Formula) -> bool:
+    return _worst_row(came, stacks, routing, formula) < TOLERANCE[routing.x.dtype]
 
 
 def _difference(came: torch.Tensor, stacks: Stacks, routing: Routing) -> str:
@@ -176,7 +191,7 @@ def _difference(came: torch.Tensor, stacks: Stacks, routing: Routing) -> str:
     is_swapped = _fits(came, stacks, routing, lambda gate, up: activate(up, gate))
     order = "; its up rows come before its gate rows" if is_swapped else ""
     return (
-        "must compute silu(gate) * up or its clamped variant, gate rows first, weighted and "
+        "must compute silu(gate) * up or another activation of ours, gate rows first, weighted and "
         f"summed, for any number of tokens and choices: on {len(came)} random tokens of "
         f"{routing.chosen.shape[1]} choices, rows of its forward are up to "
         f"{max(off, 1):.0f} % off{order}"
@@ -184,7 +199,7 @@ def _difference(came: torch.Tensor, stacks: Stacks, routing: Routing) -> str:
 
 
 def _counts_what_is_elsewhere(
-    forward: Callable[..., Any], stacks: Stacks, limit: float | None, random: torch.Generator
+    forward: Callable[..., Any], stacks: Stacks, activation: Activation, random: torch.Generator
 ) -> bool:
     """Whether the id E adds anything. Most modules do not take it."""
     if stacks.down.is_cuda:  # an id out of range would be the end of the process
@@ -196,7 +211,7 @@ def _counts_what_is_elsewhere(
         came = forward(*routing).reshape(routing.x.shape).float()
     except Exception:  # it takes no such ids, so it will get none
         return False
-    return not _fits(came, stacks, routing, partial(activate, limit=limit))
+    return not _fits(came, stacks, routing, partial(activate, activation=activation))
 
 
 def _forward_of(module: nn.Module) -> Callable[..., Any]:
@@ -221,7 +236,7 @@ def numbers_of(values: dict[str, Any]) -> list[int]:
 
 
 def _few(
-    stacks: Stacks, limits: Sequence[float | None], has_run: bool, random: torch.Generator
+    stacks: Stacks, activations: Sequence[Activation], has_run: bool, random: torch.Generator
 ) -> Iterator[tuple[Routing, int]]:
     """Yield routings of all experts in turn, and how often to repeat their tokens.
 
@@ -230,7 +245,8 @@ def _few(
     num_experts = len(stacks.down)
     sizes = [*TOKEN_SIZES]
     if stacks.down.dtype != torch.float16:  # FP16 would overflow
-        sizes += [4.0 * limit for limit in limits if limit is not None and limit > 8]
+        limits = {x.limit for x in activations if x.limit is not None}
+        sizes += [4.0 * limit for limit in sorted(limits) if limit > 8]
     num_tokens = max(len(sizes), math.ceil(num_experts / 2))
     yield _routing(stacks, num_tokens, 2, range(num_experts), sizes, random), 1
     if not has_run:
@@ -286,7 +302,7 @@ def _in_turn(values: Sequence[float], shape: tuple[int, int], dtype: torch.dtype
     return each[number % len(values)]
 
 
-def _reference(activation: Activation, stacks: Stacks, routing: Routing) -> torch.Tensor:
+def _reference(formula: Formula, stacks: Stacks, routing: Routing) -> torch.Tensor:
     """The sum of the experts' outputs, fp32 [T, H]; the id E adds nothing."""
     x, chosen, scores = routing
     result = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
@@ -298,7 +314,7 @@ def _reference(activation: Activation, stacks: Stacks, routing: Routing) -> torc
         gate_up = torch.cat(
             [product_fp32(rows, weight[expert]) for weight in stacks.gate_up], dim=1
         )
-        y = product_fp32(activation(*gate_up.chunk(2, dim=1)).float(), stacks.down[expert])
+        y = product_fp32(formula(*gate_up.chunk(2, dim=1)).float(), stacks.down[expert])
         result.index_add_(0, token, scores[token, choice, None].float() * y)
     return result
 

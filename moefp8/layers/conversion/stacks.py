@@ -6,6 +6,7 @@ E experts, H hidden, I intermediate.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 
 from ...functional.activation import activate
 from ...functional.kept import is_plain
+from ...kernels.common.activation import KINDS, Activation
 from ..experts import GroupedExperts
 
 STACKS = ("gate_up_proj", "down_proj")
@@ -112,8 +114,8 @@ def stated_limits(module: nn.Module) -> list[float]:
     return [x for x in stated if type(x) in (int, float) and math.isfinite(x)]
 
 
-def swiglu_limits(module: nn.Module) -> list[float | None]:
-    """The limits with which SwiGLU equals the module's `_apply_gate`, or `act_fn(gate) * up`."""
+def activations_of(module: nn.Module) -> list[Activation]:
+    """The activations that equal the module's `_apply_gate`, or `act_fn(gate) * up`."""
     grid = torch.linspace(-30, 30, 61, dtype=torch.float32, device="cpu")  # whatever defaults are
     gate, up = torch.meshgrid(grid, grid, indexing="ij")
     apply_gate, act_fn = getattr(module, "_apply_gate", None), getattr(module, "act_fn", None)
@@ -125,10 +127,12 @@ def swiglu_limits(module: nn.Module) -> list[float | None]:
         came = act_fn(gate) * up
     else:
         return []
+    alpha = getattr(module, "alpha", None)
     return [
-        limit
-        for limit in (None, *stated_limits(module))
-        if torch.allclose(came.float(), activate(gate, up, limit), rtol=1e-4, atol=1e-4)
+        activation
+        for kind, limit in product(KINDS, (None, *stated_limits(module)))
+        for activation in [Activation(kind, limit, alpha if kind == "gpt_oss" else None)]
+        if torch.allclose(came.float(), activate(gate, up, activation), rtol=1e-4, atol=1e-4)
     ]
 
 

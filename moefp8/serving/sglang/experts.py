@@ -13,6 +13,7 @@ from sglang.srt.runtime_context import get_exec, get_lora
 from sglang.srt.utils import is_cpu
 
 from ...functional.experts import ExpertsInputs, experts
+from ...kernels.common.activation import Activation
 from ..common import local_choices, why_not_on
 
 NAME = "moefp8"
@@ -78,7 +79,7 @@ def run_experts(dispatch_output: Any, quant_info: Any, config: Any) -> Any:
         quant_info.w13_scale,
         quant_info.w2_weight,
         quant_info.w2_scale,
-        limit,
+        Activation(limit=limit),
         masked=False,
         num_global_experts=config.num_experts,
     )

@@ -18,6 +18,7 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
 )
 
 from ...functional.experts import ExpertsInputs, experts
+from ...kernels.common.activation import Activation
 from ..common import EXPERTS
 from ..loaders import take_floats
 from .model import ServedModel, why_not_here
@@ -106,7 +107,7 @@ class MoEFP8Experts(mk.FusedMoEExpertsModular):
                 gate_up_proj_scale_inv=self.scales[0] if self.scales else self.w1_scale,
                 down_proj=w2,
                 down_proj_scale_inv=self.scales[1] if self.scales else self.w2_scale,
-                swiglu_limit=self.quant_config.gemm1_clamp_limit,
+                activation=Activation(limit=self.quant_config.gemm1_clamp_limit),
                 masked=False,
                 num_global_experts=global_num_experts,
             )
@@ -210,7 +211,7 @@ class MoEFP8ExpertsMethod(Fp8MoEMethod):
                 gate_up_proj_scale_inv=layer.w13_weight_scale_inv,
                 down_proj=layer.w2_weight,
                 down_proj_scale_inv=layer.w2_weight_scale_inv,
-                swiglu_limit=getattr(layer, "swiglu_limit", None),
+                activation=Activation(limit=getattr(layer, "swiglu_limit", None)),
                 masked=False,
                 expert_offset=expert_offset,
                 num_global_experts=layer.global_num_experts,

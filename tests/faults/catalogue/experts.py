@@ -31,11 +31,11 @@ FAULTS = [
     ),
     Fault(
         file="functional/experts_records.py",
-        old="GateUp(weights.up, limit, activated.scale_inv, saved)",
-        new="GateUp(weights.up, math.inf, activated.scale_inv, saved)",
+        old="GateUp(weights.up, activation, activated.scale_inv, saved)",
+        new="GateUp(weights.up, SWIGLU, activated.scale_inv, saved)",
         caught_by=_LAUNCH
-        + "test_any_dtype_and_strides[id_dtype0-weights_dtype0-dtype0-0.25-False]",
-        why="a GPU does not clamp gate and up",
+        + "test_any_dtype_and_strides[id_dtype0-weights_dtype0-dtype0-activation1-False]",
+        why="a GPU neither clamps gate and up nor takes another activation than SwiGLU",
     ),
     Fault(
         file="functional/expert_parts.py",
@@ -68,7 +68,7 @@ FAULTS = [
     ),
     Fault(
         file="functional/experts_backward.py",
-        old="        inputs.swiglu_limit,\n        inputs.expert_offset,\n",
+        old="        inputs.activation,\n        inputs.expert_offset,\n",
         new="        inputs.expert_offset,\n",
         caught_by=_BACKWARD + "test_where_the_limit_holds_there_is_no_gradient[0.0-True]",
         why="a layer has the limit of another layer of its layout in its backward",
@@ -82,8 +82,8 @@ FAULTS = [
     ),
     Fault(
         file="functional/feed_forward_backward.py",
-        old="activate_grad(grad * weights, gate, up, limit)",
-        new="activate_grad(grad, gate, up, limit)",
+        old="activate_grad(grad * weights, gate, up, activation)",
+        new="activate_grad(grad, gate, up, activation)",
         caught_by="tests/layers/test_gradients.py::test_of_experts[4-5-36-saved_dtype0-cpu]",
         why="the gradient of a token lacks the scores of its choices",
     ),
@@ -92,7 +92,7 @@ FAULTS = [
         old="      if (row < 0) args.of_weights[choice] = 0;\n",
         new="",
         caught_by="tests/functional/activation/test_backward.py::"
-        "test_the_kernels_text_is_right[0.5-False-nowhere]",
+        "test_the_kernels_text_is_right[activation1-False-nowhere]",
         why="the gradient of a score whose expert is elsewhere is whatever was in memory",
     ),
 ]

@@ -6,6 +6,7 @@ import torch
 
 from moefp8.functional.activation import describe_activation_backward, empty_gate_up
 from moefp8.kernels import BLOCK, empty_tma_aligned, num_blocks, round_up
+from moefp8.kernels.common.activation import KINDS, Activation
 from moefp8.kernels.common.blocks import E4M3, MIN_GRADIENT_AMAX
 from moefp8.kernels.program import Codes, Place, Record, layouts
 from moefp8.quant import BlockScaled, dequantize
@@ -28,6 +29,13 @@ CASES = {
 NUM_EXPERTS = 4
 
 
+ACTIVATIONS = [
+    Activation(kind, limit, 1.3 if kind == "gpt_oss" else None)
+    for kind in KINDS
+    for limit in (None, 0.5)
+]
+
+
 class Made(NamedTuple):
     """What the kernel reads.
 
@@ -40,7 +48,7 @@ class Made(NamedTuple):
     saved_scales: torch.Tensor | None
     token_to_row: torch.Tensor | None
     weights: torch.Tensor | None
-    limit: float
+    activation: Activation
 
 
 class Found(NamedTuple):
@@ -52,15 +60,17 @@ class Found(NamedTuple):
     is_first: torch.Tensor
 
 
-def make(name: str, weights_dtype: torch.dtype, fp8: bool, limit: float, device="cpu") -> Made:
+def make(
+    name: str, weights_dtype: torch.dtype, fp8: bool, activation: Activation, device="cpu"
+) -> Made:
     """Rows of no choice, and what lies behind rows, are NaN. Some elements are at the limit."""
     num_tokens, top_k, size, own_rows, kind = CASES[name]
     ids = ids_of(kind, num_tokens, top_k, NUM_EXPERTS)
     plan = plan_of(ids, NUM_EXPERTS, None if own_rows else num_tokens)
     num_rows, has_token = len(plan.row_to_token), plan.row_to_token >= 0
     gate_up = torch.randn(num_rows, 2, size) * torch.exp2(torch.randint(-2, 4, (num_rows, 1, 1)))
-    if limit < 100:
-        gate_up[..., ::7] = gate_up[..., ::7].sign() * limit
+    if activation.limit is not None:
+        gate_up[..., ::7] = gate_up[..., ::7].sign() * activation.limit
     grad = torch.randn(num_rows, size) * torch.exp2(torch.randint(-30, -20, (num_rows, 1)))
     gate_up, grad = gate_up.bfloat16(), grad.bfloat16()
     scales = None
@@ -77,7 +87,7 @@ def make(name: str, weights_dtype: torch.dtype, fp8: bool, limit: float, device=
     pitch = round_up(size, 8)
     grad = in_padded_rows(torch.empty(num_rows, pitch).bfloat16().to(device)[:, :size], grad)
     weights = (torch.rand(num_tokens, 2 * top_k) + 0.1).to(weights_dtype).to(device)[:, ::2]
-    return Made(grad, saved, scales, plan.token_to_row.to(device), weights, limit)
+    return Made(grad, saved, scales, plan.token_to_row.to(device), weights, activation)
 
 
 def in_padded_rows(memory: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -99,7 +109,7 @@ def run(made: Made) -> Found:
         poisoned((2 * num_blocks(size), pitch), torch.float32, device),
         *(poisoned((num_choices + 8,), torch.float32, device) for _ in range(2)),
     )
-    grad, saved, saved_scales, token_to_row, weights, limit = made
+    grad, saved, saved_scales, token_to_row, weights, activation = made
     inputs = {"grad": grad, "saved": saved, "saved_scales": saved_scales, "weights": weights}
     of_choices = {}
     if token_to_row is not None:
@@ -111,7 +121,7 @@ def run(made: Made) -> Found:
             r,
             **layouts(**inputs),
             rows=Codes.of(found.rows, found.row_scales.T, "rows"),
-            limit=limit,
+            activation=activation,
             **{name: Place(name) for name in of_choices},
         )
 
@@ -133,9 +143,11 @@ def check(made: Made, found: Found) -> None:
         rows = token_to_row[token_to_row >= 0].unique()
         at = token_to_row.flatten()
         weights = torch.stack([of_choices.flatten()[at == row].sum() for row in range(num_rows)])
-        check_choices(found, token_to_row, grad, naive.activate(gate, up, made.limit))
-    sizes = sizes_of_terms(gate, up)
-    for i, of_half in enumerate(differentiated(gate, up, made.limit)):
+        activated = naive.activate(gate, up, made.activation)
+        slack = grad * slack_of(gate, up, made.activation)
+        check_choices(found, token_to_row, grad * activated, slack)
+    sizes = sizes_of_terms(gate, up, made.activation)
+    for i, of_half in enumerate(differentiated(gate, up, made.activation)):
         right, size_of_terms = ((weights[:, None] * grad * x)[rows] for x in (of_half, sizes[i]))
         codes = found.rows.cpu()[rows, i * padded : (i + 1) * padded]
         scales = found.row_scales.cpu().T[rows]
@@ -150,7 +162,7 @@ def check(made: Made, found: Found) -> None:
     assert (scales[:, num_rows:] == untouched).all()
 
 
-def check_choices(found: Found, token_to_row, grad, activated) -> None:
+def check_choices(found: Found, token_to_row, products, slack) -> None:
     num_choices, has_row = token_to_row.numel(), token_to_row >= 0
     untouched = poisoned((1,), torch.float32, "cpu").view(torch.int32)
     of_weights, is_first = (x.cpu() for x in found[2:])
@@ -161,9 +173,9 @@ def check_choices(found: Found, token_to_row, grad, activated) -> None:
         for own in token_to_row.tolist()
     ]
     assert is_first[:num_choices].view_as(token_to_row).tolist() == told
-    terms = (grad * activated)[token_to_row.clamp(min=0)]
+    terms, slack = (x[token_to_row.clamp(min=0)] for x in (products, slack))
     right, of_choices = terms.sum(-1), of_weights[:num_choices].view_as(token_to_row)
-    close = (of_choices - right).abs() <= 1e-5 * terms.abs().sum(-1)
+    close = (of_choices - right).abs() <= (1e-5 * terms.abs() + slack.abs()).sum(-1)
     assert close[has_row].all()
     assert (of_choices[~has_row] == 0).all()
 
@@ -192,20 +204,41 @@ def check_quantized(
     half_a_step = (values / of_elements).abs() * 2.0**-4
     assert bool((error <= half_a_step * 1.01 + 2.0**-10).all())
     differ = (codes != expected.view(torch.uint8)) & (codes & 0x7F != 0)
+    # What is as small as the error of a formula alone has other codes.
+    told = (inexact <= 1e-4 * expected_scales).repeat_interleave(block_rows, 0)[: len(right)]
+    differ &= told.repeat_interleave(BLOCK, 1)[:, : right.shape[1]]
     assert int(differ.sum()) <= 1 + codes.numel() // 100
 
 
-def differentiated(gate: torch.Tensor, up: torch.Tensor, limit: float) -> list[torch.Tensor]:
+def differentiated(
+    gate: torch.Tensor, up: torch.Tensor, activation: Activation
+) -> list[torch.Tensor]:
     """fp64: the derivatives of `activate` in gate and up, by PyTorch's own formulas."""
     leaves = [x.clone().requires_grad_() for x in (gate, up)]
-    y = naive.activate(*leaves, limit)
+    y = naive.activate(*leaves, activation)
     return list(torch.autograd.grad(y.sum(), leaves))
 
 
-def sizes_of_terms(gate: torch.Tensor, up: torch.Tensor) -> list[torch.Tensor]:
-    """fp64: the same, of gates and ups whose terms all have one sign.
+def slack_of(gate: torch.Tensor, up: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """How far the activated values may be off, beside the rounding of what they are.
 
-    The slope of silu has a zero near -1.28, where rounding is all that is left of its terms.
+    GELUs of negative gates are small, where the error of the fitted polynomial counts as a part of
+    the gate; and numbers below those of FP32 become 0.
     """
-    sigmoid = gate.sigmoid()
-    return [up * sigmoid * (1 + gate.abs() * (1 - sigmoid)), gate * sigmoid]
+    part = 2e-7 if activation.kind == "geglu" else 0.0
+    return part * (gate * up).abs() + 1e-36
+
+
+def sizes_of_terms(
+    gate: torch.Tensor, up: torch.Tensor, activation: Activation
+) -> list[torch.Tensor]:
+    """fp64: bounds of the same, of gates and ups whose terms all have one sign.
+
+    The slope of silu has a zero near -1.28, where rounding is all that is left of its terms. Those
+    of GELUs have one near -0.75, and their approximations may be off by some 1e-6 of a gate.
+    """
+    if activation.kind == "swiglu":
+        sigmoid = gate.sigmoid()
+        return [up * sigmoid * (1 + gate.abs() * (1 - sigmoid)), gate * sigmoid]
+    factor = up.abs() + (activation.kind == "gpt_oss")
+    return [factor * 2, gate.abs()]

@@ -10,6 +10,7 @@ import torch
 from moefp8.functional.activation import activate, empty_gate_up
 from moefp8.functional.experts import experts_saving
 from moefp8.functional.experts_backward import experts_backward
+from moefp8.kernels.common.activation import SWIGLU, Activation
 from moefp8.quant.quantize import quantize_1x128
 from moefp8.routing.plan import build_maps
 from moefp8.testing import assert_matches_reference
@@ -29,7 +30,7 @@ class Case(NamedTuple):
     top_k_weights: torch.Tensor
     grad: torch.Tensor
     weights: Weights
-    limit: float | None = None
+    activation: Activation = SWIGLU
     rank: tuple[int, int | None] = (0, None)
 
     @property
@@ -53,26 +54,26 @@ def case(
     top_k: int,
     weights: Weights,
     kind: str = "distinct",
-    limit: float | None = None,
+    activation: Activation = SWIGLU,
     rank: tuple[int, int | None] = (0, None),
 ) -> Case:
     """On the device of the weights. Gradients are small: amax 1e-4 would count as large."""
     device = str(weights.down_proj.device)
     num_experts = rank[1] or len(weights.down_proj)
     inputs = cases.inputs(num_tokens, h, top_k, num_experts, kind, device)
-    return Case(*inputs, tokens_of(num_tokens, h, device) * 2.0**-24, weights, limit, rank)
+    return Case(*inputs, tokens_of(num_tokens, h, device) * 2.0**-24, weights, activation, rank)
 
 
 def saving(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
     """The result and gate and up, launched."""
-    x, ids, top_k_weights, _, weights, limit, rank = case
-    return experts_saving(x, ids, top_k_weights, *weights, limit, False, *rank, None)
+    x, ids, top_k_weights, _, weights, activation, rank = case
+    return experts_saving(x, ids, top_k_weights, *weights, activation, False, *rank, None)
 
 
 def saving_body(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
     """The same by the op's body in PyTorch; see `rows_of_body`."""
-    x, _, top_k_weights, _, weights, limit, _ = case
-    arguments = x, case.here, top_k_weights, *weights, limit, False, 0, None, None
+    x, _, top_k_weights, _, weights, activation, _ = case
+    arguments = x, case.here, top_k_weights, *weights, activation, False, 0, None, None
     return run_body(experts_saving, *arguments)
 
 
@@ -90,8 +91,8 @@ def backward_of_codes(
     case: Case, gate_up: torch.Tensor, scales: torch.Tensor | None, keeps: bool | None = None
 ) -> Gradients:
     """The same of gate and up as they were saved; scales: None for bf16."""
-    _, ids, top_k_weights, grad, weights, limit, rank = case
-    saved, options = (gate_up, scales), (limit, keeps, *rank)
+    _, ids, top_k_weights, grad, weights, activation, rank = case
+    saved, options = (gate_up, scales), (activation, keeps, *rank)
     return Gradients(*experts_backward(grad, ids, top_k_weights, *saved, *weights, *options))
 
 
@@ -100,7 +101,7 @@ def backward_body(case: Case, gate_up: torch.Tensor, fp8: bool = False) -> Gradi
     scales = None
     if fp8:
         gate_up, scales = run_body(quantize_1x128, gate_up.flatten(0, 1), False)
-    saved, options = (gate_up, scales), (case.limit, None, 0, None)
+    saved, options = (gate_up, scales), (case.activation, None, 0, None)
     arguments = case.grad, case.here, case.top_k_weights, *saved, *case.weights, *options
     return Gradients(*run_body(experts_backward, *arguments))
 
@@ -137,7 +138,7 @@ def assert_weights_close(case: Case, rows: torch.Tensor, found: Gradients, right
 
     `weights_of` makes a gradient about as large behind the down projection as before it.
     """
-    activated = activate(*rows.unbind(1), case.limit).norm(dim=-1)
+    activated = activate(*rows.unbind(1), case.activation).norm(dim=-1)
     *_, token_to_row = build_maps(case.here, case.num_experts, 1, None)
     sizes = case.grad.float().norm(dim=-1, keepdim=True) * activated[token_to_row.clamp(min=0)]
     error = (found.top_k_weights - right.top_k_weights).abs()

@@ -83,13 +83,13 @@ def forward(
     made: Case, given: Given, masked: bool = False, addend: torch.Tensor | None = None
 ) -> torch.Tensor:
     x, scale_inv = given.of_tokens(made.x)
-    options = made.limit, masked, *made.rank, addend, scale_inv
+    options = made.activation, masked, *made.rank, addend, scale_inv
     return experts(x, made.ids, made.top_k_weights, *made.weights, *options)
 
 
 def backward(made: Case, given: Given) -> tuple[torch.Tensor, ...]:
     """The result, gate and up of rows that there are, and both gradients."""
-    choices, options = (made.ids, made.top_k_weights), (made.limit, False, *made.rank)
+    choices, options = (made.ids, made.top_k_weights), (made.activation, False, *made.rank)
     x, scale_inv = given.of_tokens(made.x)
     y, gate_up = experts_saving(x, *choices, *made.weights, *options, None, scale_inv)
     rows = gate_up[: int((made.here < made.num_experts).sum())]

@@ -14,6 +14,7 @@ from moefp8.functional import parts as parts_room
 from moefp8.functional.expert_configs import Sizes
 from moefp8.functional.experts import ExpertsInputs, launch_experts
 from moefp8.kernels import set_num_sms
+from moefp8.kernels.common.activation import KINDS, SWIGLU, Activation
 from moefp8.testing import assert_matches_reference
 from tests.functional.cases import (
     DOWN_FAMILIES,
@@ -64,7 +65,7 @@ def both(made: Case, fp8: bool = False) -> tuple[torch.Tensor, Gradients]:
 def assert_right(made: Case, fp8: bool = False) -> Gradients:
     """Check the forward and the backward, and return the gradients."""
     y, gate_up = saving(made)
-    assert torch.equal(y, run(*made[:3], made.weights, made.limit, rank=made.rank))
+    assert torch.equal(y, run(*made[:3], made.weights, made.activation, rank=made.rank))
     rows = rows_of_body(made, gate_up)
     assert_saved(made, rows, 4e-3 if rows.shape[2] >= 64 else 5e-2)
     again, found = both(made, fp8)
@@ -115,11 +116,13 @@ def test_any_shape_is_right(num_tokens, num_experts, top_k, hidden_size, size, f
 
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("limit", [0.0, 0.2, 3.0])
-def test_where_the_limit_holds_there_is_no_gradient(layer, limit, fp8):
+@pytest.mark.parametrize("kind", KINDS)
+def test_where_the_limit_holds_there_is_no_gradient(layer, kind, limit, fp8):
+    activation = Activation(kind, limit)
     for num_tokens in (3, 60, 500):
-        found = assert_right(case(num_tokens, H, K, layer, limit=limit), fp8)
+        found = assert_right(case(num_tokens, H, K, layer, activation=activation), fp8)
         # Codes of up may be zero where up is not; at a limit of 0, nothing holds them.
-        assert bool(found.hidden_states.any()) == (limit > 0) or fp8
+        assert bool(found.hidden_states.any()) == (limit > 0) or fp8 or kind == "gpt_oss"
 
 
 @pytest.mark.parametrize("num_tokens", [1, 40, 400])
@@ -226,7 +229,7 @@ def test_nothing_else_is_written(family, size):
         memory = torch.full((num_tokens * K + 2, 2, pitch), NAN, device="cuda").bfloat16()
         gate_up = memory[1:-1, :, :size]
         with choosing(gate_up=GATE_UP_FAMILIES[family]):
-            launch_experts(ExpertsInputs(*made[:3], *weights, None, False), gate_up)
+            launch_experts(ExpertsInputs(*made[:3], *weights, SWIGLU, False), gate_up)
         num_rows = int((made.here < E).sum())
         assert not gate_up[:num_rows].isnan().any()
         assert bool(memory[0].isnan().all())

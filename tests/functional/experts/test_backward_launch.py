@@ -9,6 +9,7 @@ import torch
 from moefp8 import GroupedExperts, kernels
 from moefp8.functional import parts as parts_room
 from moefp8.functional.expert_configs import Sizes
+from moefp8.kernels.common.activation import SWIGLU, Activation
 from moefp8.quant import quantize_1x128
 from tests.fakes.emulator import emulated
 from tests.functional.cases import (
@@ -59,7 +60,7 @@ def names_of(launched) -> list[str]:
 def assert_right(made: Case, fp8: bool = False) -> Gradients:
     """Check forward and backward against their bodies, and return what was launched."""
     y, gate_up = saving(made)
-    assert torch.equal(y, run(*made[:3], made.weights, made.limit, rank=made.rank))
+    assert torch.equal(y, run(*made[:3], made.weights, made.activation, rank=made.rank))
     rows = rows_of_body(made, gate_up)
     assert_saved(made, rows)
     found, right = backward(made, gate_up, fp8), backward_body(made, rows, fp8)
@@ -99,10 +100,11 @@ def test_a_rank_computes_what_its_experts_do(gpu, kind, rank):
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("limit", [0.0, 0.25, 4.0])
 def test_where_the_limit_holds_there_is_no_gradient(gpu, limit, fp8):
-    made = case(9, 144, 2, weights_of(3, 144, 272), limit=limit)
+    activation = Activation(limit=limit)
+    made = case(9, 144, 2, weights_of(3, 144, 272), activation=activation)
     found = assert_right(made, fp8)
-    assert gpu.launched[-3].arguments.limit == limit
-    free = backward(made._replace(limit=None), saving(made)[1], fp8)
+    assert gpu.launched[-3].arguments.activation.limit == limit
+    free = backward(made._replace(activation=SWIGLU), saving(made)[1], fp8)
     assert not torch.equal(found.hidden_states, free.hidden_states)
     if limit == 0 and not fp8:  # of FP8, zeros are at the limit, which does not hold them
         assert not found.hidden_states.any()
@@ -276,7 +278,7 @@ def test_whatever_decides_a_launch_is_prepared_for_once(gpu):
         (made._replace(ids=made.ids.int()), False),
         (made._replace(top_k_weights=made.top_k_weights.T.contiguous().T), False),
         (made._replace(top_k_weights=made.top_k_weights.half()), False),
-        (made._replace(limit=1e30), False),
+        (made._replace(activation=Activation(limit=1e30)), False),
         (made._replace(weights=made.weights._replace(down_proj_scale_inv=scales)), False),
         (made._replace(rank=(1, 10)), False),
         (made._replace(rank=(1, 90)), False),

@@ -9,6 +9,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import moefp8
 from moefp8 import GroupedExperts, MoE
 from moefp8.functional.experts import experts as op
+from moefp8.kernels.common.activation import KINDS, SWIGLU, Activation
+from moefp8.kernels.common.registry import as_in_schema
 from moefp8.testing import relative_error, routings, sizes
 from tests import naive
 from tests.functional.cases import (
@@ -29,10 +31,10 @@ DTYPES = torch.bfloat16, torch.float16, torch.float32
 NAN, INF = float("nan"), float("inf")
 
 
-def assert_right(x, ids, top_k_weights, weights, limit=None) -> None:
-    expected = naive.fp8_experts(x, ids, top_k_weights, *weights, limit)
+def assert_right(x, ids, top_k_weights, weights, activation=SWIGLU) -> None:
+    expected = naive.fp8_experts(x, ids, top_k_weights, *weights, activation)
     for masked in (False, True):
-        y = run(x, ids, top_k_weights, weights, limit, masked)
+        y = run(x, ids, top_k_weights, weights, activation, masked)
         assert (y.dtype, y.is_contiguous()) == (torch.bfloat16, True)
         assert_matches_up_to_codes(y, expected)
 
@@ -45,15 +47,17 @@ def assert_right(x, ids, top_k_weights, weights, limit=None) -> None:
     routing=routings(E, K, max_tokens=8),
     h=sizes(300, 1),
     i=sizes(300, 1),
-    limit=st.sampled_from((None, 0.3)),
+    activation=st.sampled_from([Activation(kind, x) for kind in KINDS for x in (None, 0.3)]),
     dtype=st.sampled_from(DTYPES),
     id_dtype=st.sampled_from((torch.int32, torch.int64)),
     weights_dtype=st.sampled_from(DTYPES),
 )
-def test_it_is_right(routing, h, i, limit, dtype, id_dtype, weights_dtype):
+def test_it_is_right(routing, h, i, activation, dtype, id_dtype, weights_dtype):
     index, top_k_weights = routing
     x = tokens_of(len(index), h).to(dtype)
-    assert_right(x, index.to(id_dtype), top_k_weights.to(weights_dtype), weights_of(E, h, i), limit)
+    assert_right(
+        x, index.to(id_dtype), top_k_weights.to(weights_dtype), weights_of(E, h, i), activation
+    )
 
 
 @pytest.mark.parametrize("top_k", [1, 9, 12, 40])
@@ -120,21 +124,23 @@ def test_the_reference_rejects_other_routings():
         with pytest.raises(AssertionError, match="rows are off by more than"):
             assert_matches_up_to_codes(run(*wrong, weights), expected)
     with pytest.raises(AssertionError, match="rows are off by more than"):  # limits count
-        assert_matches_up_to_codes(run(x, ids, top_k_weights, weights, 0.2), expected)
+        assert_matches_up_to_codes(
+            run(x, ids, top_k_weights, weights, Activation(limit=0.2)), expected
+        )
 
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_ranks_sum_up_to_the_whole(masked):
     """The op of a rank is that of its experts, with all other choices masked by hand."""
     weights, (x, ids, top_k_weights) = weights_of(E, H, I), inputs(30, H, 3, E + 1, "repeated")
-    whole, total = run(x, ids, top_k_weights, weights, None, masked), torch.zeros(30, H)
+    whole, total = run(x, ids, top_k_weights, weights, SWIGLU, masked), torch.zeros(30, H)
     for first, end in ((0, 2), (2, 3), (3, E)):
         part, rank = Weights(*(y[first:end] for y in weights)), (first, E)
-        y = run(x, ids, top_k_weights, part, None, masked, rank)
-        assert_matches_up_to_codes(y, body(x, ids, top_k_weights, part, None, masked, rank))
+        y = run(x, ids, top_k_weights, part, SWIGLU, masked, rank)
+        assert_matches_up_to_codes(y, body(x, ids, top_k_weights, part, SWIGLU, masked, rank))
         elsewhere = (ids < first) | (ids >= end)
         by_hand = ids.masked_fill(elsewhere, E), top_k_weights.masked_fill(elsewhere, 0)
-        assert_matches_up_to_codes(y, run(x, *by_hand, weights, None, masked))
+        assert_matches_up_to_codes(y, run(x, *by_hand, weights, SWIGLU, masked))
         assert (y[elsewhere.all(1)] == 0).all()
         total += y.float()
     assert relative_error(total, whole) < 1e-2
@@ -145,7 +151,7 @@ def test_ranks_sum_up_to_the_whole(masked):
 def test_an_addend_is_added_as_it_would_be_behind(masked, num_tokens, h, i):
     """To the bit; also where tokens have no expert here, and where experts are empty."""
     x, ids, top_k_weights = inputs(num_tokens, h, 2, E + 1, "repeated")
-    arguments = x, ids, top_k_weights, weights_of(E, h, i), None, masked
+    arguments = x, ids, top_k_weights, weights_of(E, h, i), SWIGLU, masked
     y, addend = run(*arguments), tokens_of(num_tokens, h)
     addend[:1, :4] = torch.tensor([NAN, INF, -0.0, 0.0])
     assert same_bits(run(*arguments, addend=addend), y + addend)
@@ -174,8 +180,8 @@ def test_a_choice_that_is_held_elsewhere_counts_nothing(masked, weight):
     weights, x = weights_of(E, H, I), tokens_of(4, H)
     ids = torch.tensor([[1, 3], [E, 3], [1, E], [E, E]])
     top_k_weights = torch.rand(4, 2)
-    y = run(x, ids, top_k_weights.masked_fill(ids == E, weight), weights, None, masked)
-    zero = run(x, ids, top_k_weights.masked_fill(ids == E, 0.0), weights, None, masked)
+    y = run(x, ids, top_k_weights.masked_fill(ids == E, weight), weights, SWIGLU, masked)
+    zero = run(x, ids, top_k_weights.masked_fill(ids == E, 0.0), weights, SWIGLU, masked)
     assert torch.equal(y, zero)
     assert bool((y[3] == 0).all())
     assert bool((y[:3] != 0).any(1).all())
@@ -196,16 +202,16 @@ def test_an_expert_named_twice_counts_twice():
 def test_bad_numbers_stay_with_their_token(masked, bad):
     weights, x = weights_of(E, H, I), tokens_of(6, H)
     ids, top_k_weights = torch.tensor([[1, 3]] * 5 + [[E, E]]), torch.rand(6, 2)
-    clean = run(x, ids, top_k_weights, weights, None, masked)
+    clean = run(x, ids, top_k_weights, weights, SWIGLU, masked)
     others = [0, 1, 3, 4]
     x[2, 9] = x[5, 9] = bad
-    y = run(x, ids, top_k_weights, weights, None, masked)
+    y = run(x, ids, top_k_weights, weights, SWIGLU, masked)
     assert bool(y[2].isnan().all())
     assert torch.equal(y[others], clean[others])
     assert bool((y[5] == 0).all())
     x[2, 9] = 0
     top_k_weights[3, 1] = bad
-    y = run(x, ids, top_k_weights, weights, None, masked)
+    y = run(x, ids, top_k_weights, weights, SWIGLU, masked)
     assert not bool(y[3].isfinite().any())
     assert bool(y[others[:2]].isfinite().all())
 
@@ -227,7 +233,7 @@ def test_a_token_depends_on_no_other():
 
 def arguments() -> list:
     ids = torch.zeros(4, 2, dtype=torch.int64)
-    return [tokens_of(4, H), ids, torch.ones(4, 2), *weights_of(E, H, I), None, False]
+    return [tokens_of(4, H), ids, torch.ones(4, 2), *weights_of(E, H, I), SWIGLU, False]
 
 
 def transposed(x: torch.Tensor) -> torch.Tensor:
@@ -244,6 +250,7 @@ WRONG_DTYPES = [  # an argument, how it is changed, what is said
     (DOWN, lambda x: x.view(torch.uint8), "down_proj must be .*e4m3fn, got uint8"),
 ]
 _SCALES = r"gate_up_proj_scale_inv must be \[E, 2 ceil\(I/128\), ceil\(H/128\)\] = \[5, 4, 2\], got"
+_OF_LIMIT = "swiglu_limit must be at least 0.* got"
 _OF_DOWN = r"down_proj_scale_inv must be \[E, ceil\(H/128\), ceil\(I/128\)\] = \[5, 2, 2\], got \[4"
 _WEIGHTS = r"gate_up_proj must be \[E, 2I, H\] for down_proj \[E, H, I\] = \[5, 400, 144\], got .*3"
 WRONG_VALUES = [
@@ -262,7 +269,10 @@ WRONG_VALUES = [
     (DOWN, transposed, r"down_proj must be contiguous, got strides .* call .contiguous\(\)"),
     (DOWN, lambda x: x.to("meta"), "on one device, got hidden_states on cpu, .*down_proj on meta"),
     (DOWN_SCALES, lambda x: x[1:], _OF_DOWN),
-    *((LIMIT, lambda x, y=y: y, "swiglu_limit must be at least 0.* got") for y in (-1.0, NAN)),
+    *(
+        (LIMIT, lambda x, y=y: Activation(limit=y), "swiglu_limit must be at least 0.* got")
+        for y in (-1.0, NAN)
+    ),
 ]
 
 
@@ -342,13 +352,13 @@ def test_there_must_be_choices_and_experts():
 
 
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("limit", [None, 1.5])
+@pytest.mark.parametrize("activation", [SWIGLU, Activation("gpt_oss", 1.5)])
 @pytest.mark.parametrize("rank", [(), (3, 20), (0, None, tokens_of(4, H))])
-def test_the_op_is_what_it_says(masked, limit, rank):
+def test_the_op_is_what_it_says(masked, activation, rank):
     checks = ("test_faketensor", "test_aot_dispatch_dynamic")  # "test_schema" knows no FP8
-    made = [*arguments()[:-2], limit, masked, *rank]
+    made = [*arguments()[:-2], activation, masked, *rank]
     before = [x.clone() for x in made[:7]]
-    torch.library.opcheck(op.overload, tuple(made), test_utils=checks)
+    torch.library.opcheck(op.overload, as_in_schema(made), test_utils=checks)
     y = op(*made)
     for x, was in zip(made[:7], before, strict=True):
         assert torch.equal(x.view(torch.uint8), was.view(torch.uint8))
@@ -410,11 +420,11 @@ def test_layers_hand_over_what_they_are():
     """They hand over their weights as they lie, their limit and their layout."""
     layer = GroupedExperts(E, H, I, swiglu_limit=0.5, layout="masked")
     x, ids, top_k_weights = inputs(3, H, 2, E)
-    options = "swiglu_limit", "masked", "expert_offset", "num_global_experts", "addend"
+    options = "activation_limit", "masked", "expert_offset", "num_global_experts", "addend"
     with Calls("experts") as calls:
         y = layer(x, ids, top_k_weights)
         for layer.layout in ("auto", "contiguous"):
-            layer.swiglu_limit = None
+            layer.activation = SWIGLU
             layer(x.float(), ids, top_k_weights)
         layer.expert_offset, layer.num_global_experts = 3, 20
         layer(x, ids, top_k_weights, addend=x)
@@ -426,4 +436,4 @@ def test_layers_hand_over_what_they_are():
     weights = Weights(*(calls.came[0][name].detach() for name in Weights._fields))
     for name, ours in weights._asdict().items():
         assert ours.data_ptr() == getattr(layer, name).data_ptr()
-    assert torch.equal(y, run(x, ids, top_k_weights, weights, 0.5))
+    assert torch.equal(y, run(x, ids, top_k_weights, weights, Activation(limit=0.5)))

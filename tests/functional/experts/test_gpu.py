@@ -11,6 +11,7 @@ from moefp8.functional import expert_parts
 from moefp8.functional import parts as parts_room
 from moefp8.functional.expert_configs import Sizes
 from moefp8.kernels import set_num_sms
+from moefp8.kernels.common.activation import KINDS, SWIGLU, Activation
 from tests.functional.cases import (
     EXPERTS_FAMILIES,
     GATE_UP_FAMILIES,
@@ -62,7 +63,7 @@ def test_any_shape_is_right(num_tokens, num_experts, top_k, hidden_size, size, m
         expected = body(*arguments, weights)
         poison()
         with no_synchronisation():
-            y = run(*arguments, weights, None, masked)
+            y = run(*arguments, weights, SWIGLU, masked)
         assert (y.shape, y.dtype) == (expected.shape, torch.bfloat16)
         assert_close(y, expected, size)
 
@@ -73,22 +74,24 @@ def test_any_dtype_and_strides(layer, num_tokens, masked):
     x, ids, top_k_weights = inputs(num_tokens)
     for dtype in DTYPES:
         tokens, of_choices = x.to(dtype), top_k_weights.to(dtype)
-        expected = run(tokens, ids, of_choices, layer, None, masked)
+        expected = run(tokens, ids, of_choices, layer, SWIGLU, masked)
         assert_close(expected, body(tokens, ids, of_choices, layer), I)
         wide = torch.zeros(num_tokens * 2, H + 3, dtype=dtype, device="cuda")[::2, 1 : H + 1]
         others = wide.copy_(tokens), ids.int(), of_choices.T.contiguous().T
-        assert torch.equal(run(*others, layer, None, masked), expected)
+        assert torch.equal(run(*others, layer, SWIGLU, masked), expected)
         others = tokens.T.contiguous().T, ids.T.contiguous().T, of_choices
-        assert torch.equal(run(*others, layer, None, masked), expected)
+        assert torch.equal(run(*others, layer, SWIGLU, masked), expected)
 
 
-@pytest.mark.parametrize("limit", [0.0, 0.2, 3.0])
-def test_limits_count(layer, limit):
+@pytest.mark.parametrize("limit", [None, 0.0, 0.2, 3.0])
+@pytest.mark.parametrize("kind", KINDS)
+def test_activations_count(layer, kind, limit):
+    activation = Activation(kind, limit)
     for num_tokens in (3, 60, 500):
         arguments = inputs(num_tokens)
-        y = run(*arguments, layer, limit)
-        assert_close(y, body(*arguments, layer, limit), I)
-        if limit < 3:
+        y = run(*arguments, layer, activation)
+        assert_close(y, body(*arguments, layer, activation), I)
+        if limit is not None and limit < 3:
             assert not torch.equal(y, run(*arguments, layer))
 
 
@@ -97,13 +100,13 @@ def test_limits_count(layer, limit):
 def test_choices_of_no_expert_count_nothing(layer, num_tokens, masked):
     x, ids, top_k_weights = inputs(num_tokens)
     is_here = torch.rand(num_tokens, K, device="cuda") < 0.6
-    expected = run(x, ids, top_k_weights.masked_fill(~is_here, 0), layer, None, masked)
+    expected = run(x, ids, top_k_weights.masked_fill(~is_here, 0), layer, SWIGLU, masked)
     for elsewhere, weight in ((E, 1.0), (E, NAN), (-1, INF), (2**40, 1e30), (-(2**40), NAN)):
         held = ids.masked_fill(~is_here, elsewhere)
         poison()
-        y = run(x, held, top_k_weights.masked_fill(~is_here, weight), layer, None, masked)
+        y = run(x, held, top_k_weights.masked_fill(~is_here, weight), layer, SWIGLU, masked)
         assert torch.equal(y, expected)
-    nowhere = run(x, ids * 0 + E, top_k_weights * NAN, layer, None, masked)
+    nowhere = run(x, ids * 0 + E, top_k_weights * NAN, layer, SWIGLU, masked)
     assert bool((nowhere == 0).all())
 
 
@@ -115,14 +118,14 @@ def test_a_rank_takes_the_ids_of_the_whole_model(layer, num_tokens, masked, kind
     x, ids, top_k_weights = inputs(num_tokens, num_experts=40, kind=kind)
     for first in (0, 7, 40 - E):
         by_hand = ids_here(ids, E, first)
-        expected = run(x, by_hand, top_k_weights, layer, None, masked)
+        expected = run(x, by_hand, top_k_weights, layer, SWIGLU, masked)
         assert_close(expected, body(x, by_hand, top_k_weights, layer), I)
         poison()
         with no_synchronisation():
-            y = run(x, ids, top_k_weights, layer, None, masked, (first, 40))
+            y = run(x, ids, top_k_weights, layer, SWIGLU, masked, (first, 40))
         assert torch.equal(y, expected)
         narrow = ids.clamp(-(2**31), 2**31 - 1).int()
-        assert torch.equal(run(x, narrow, top_k_weights, layer, None, masked, (first, 40)), y)
+        assert torch.equal(run(x, narrow, top_k_weights, layer, SWIGLU, masked, (first, 40)), y)
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "masked"])
@@ -165,7 +168,7 @@ def test_all_tokens_of_one_expert(layer, expert, masked):
     for num_tokens in (1, 63, 129, 3000, 8193):
         x, ids, top_k_weights = inputs(num_tokens, 1)
         ids.fill_(expert)
-        y = run(x, ids, top_k_weights, layer, None, masked)
+        y = run(x, ids, top_k_weights, layer, SWIGLU, masked)
         assert_close(y, body(x, ids, top_k_weights, layer), I)
 
 
@@ -191,7 +194,7 @@ def check_every_family(*arguments, size: int) -> None:
         with choosing(down, gate_up):
             for masked in (False, True):
                 poison()
-                y = run(*arguments, None, masked)
+                y = run(*arguments, SWIGLU, masked)
                 assert_close(y, expected, size)
                 first = y if first is None else first
                 assert torch.equal(y, first), (name, masked)
@@ -236,11 +239,11 @@ def test_who_takes_which_tile_changes_no_bit(family, monkeypatch):
 def test_a_token_depends_on_no_other(masked, h, i):
     weights = weights_of(E, h, i, "cuda")
     x, ids, top_k_weights = inputs(1024, hidden_size=h)
-    expected = run(x, ids, top_k_weights, weights, None, masked)
+    expected = run(x, ids, top_k_weights, weights, SWIGLU, masked)
     for num_tokens in (1, 2, 7, 64, 300, 1024):
         for _ in range(3):
             some = torch.randperm(1024)[:num_tokens].cuda()
-            y = run(x[some], ids[some], top_k_weights[some], weights, None, masked)
+            y = run(x[some], ids[some], top_k_weights[some], weights, SWIGLU, masked)
             assert torch.equal(y, expected[some]), num_tokens
 
 
@@ -248,18 +251,18 @@ def test_a_token_depends_on_no_other(masked, h, i):
 def test_masked_equals_contiguous(layer, num_tokens):
     for kind in ("distinct", "repeated", "out of range", "one expert", "nowhere"):
         arguments = inputs(num_tokens, kind=kind)
-        assert torch.equal(run(*arguments, layer), run(*arguments, layer, None, True))
+        assert torch.equal(run(*arguments, layer), run(*arguments, layer, SWIGLU, True))
 
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_parts_equal_the_whole(layer, monkeypatch, new_driver, masked):
     arguments = inputs(777, kind="out of range")
-    expected = run(*arguments, layer, None, masked)
+    expected = run(*arguments, layer, SWIGLU, masked)
     size = forward_bytes(Sizes(777, K, E, H, I, masked))
     for parts in (2, 5, 40):
         monkeypatch.setattr(parts_room, "MAX_WORKSPACE_BYTES", size // parts)
         new_driver.prepared().clear()
-        assert torch.equal(run(*arguments, layer, None, masked), expected)
+        assert torch.equal(run(*arguments, layer, SWIGLU, masked), expected)
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -270,7 +273,7 @@ def test_an_addend_is_added_as_it_would_be_behind(
 ):
     """Also where it is not aligned, or copied, and where the tokens go in parts."""
     weights = weights_of(E, h, i, "cuda")
-    arguments = *inputs(num_tokens, hidden_size=h, kind="out of range"), weights, None, masked
+    arguments = *inputs(num_tokens, hidden_size=h, kind="out of range"), weights, SWIGLU, masked
     addend = tokens_of(num_tokens, h, "cuda")
     unaligned = torch.empty(num_tokens * h + 1, device="cuda").bfloat16()[1:].view_as(addend)
     unaligned.copy_(addend)
@@ -292,7 +295,7 @@ def test_an_addend_is_added_as_it_would_be_behind(
 @pytest.mark.parametrize("masked", [False, True])
 def test_an_addend_is_read_when_it_is_written(layer, masked):
     """It is written right before the call, and over right behind it."""
-    arguments = *inputs(300), layer, None, masked
+    arguments = *inputs(300), layer, SWIGLU, masked
     y, values = run(*arguments), [tokens_of(300, H, "cuda") for _ in range(10)]
     addend, results = torch.empty_like(y), []
     for value in values:
@@ -312,7 +315,7 @@ def test_bad_numbers_stay_with_their_token(layer, bad, num_tokens):
     x[3, H // 2 + 1] = bad
     for masked in (False, True):
         for limit in (None, 1e30):
-            y = run(x, ids, top_k_weights, layer, limit, masked)
+            y = run(x, ids, top_k_weights, layer, Activation(limit=limit), masked)
             assert bool(y[3].isnan().all())
             assert torch.equal(y[others], clean[others])
     x[3, H // 2 + 1] = 0

@@ -7,6 +7,7 @@ import torch
 
 from moefp8 import kernels
 from moefp8.functional import experts
+from moefp8.kernels.common.activation import SWIGLU, Activation
 from tests.fakes.emulator import Emulator, emulated
 from tests.functional.cases import assert_right, inputs, run, weights_of
 
@@ -28,14 +29,14 @@ def test_whatever_decides_a_launch_is_prepared_for_once(gpu):
         (x, ids.T.contiguous().T, top_k_weights, weights),
         (x, ids, top_k_weights.T.contiguous().T, weights),
         (x, ids, top_k_weights.half(), weights),
-        (x, ids, top_k_weights, weights, None, True),
-        (x, ids, top_k_weights, weights, 1e30),
-        (x, ids, top_k_weights, weights, None, False, (2, 10)),
-        (x, ids, top_k_weights, weights, None, False, (3, 10)),
-        (x, ids, top_k_weights, weights, None, False, (3, 90)),
+        (x, ids, top_k_weights, weights, SWIGLU, True),
+        (x, ids, top_k_weights, weights, Activation(limit=1e30)),
+        (x, ids, top_k_weights, weights, SWIGLU, False, (2, 10)),
+        (x, ids, top_k_weights, weights, SWIGLU, False, (3, 10)),
+        (x, ids, top_k_weights, weights, SWIGLU, False, (3, 90)),
         (x, ids, top_k_weights, weights._replace(down_proj_scale_inv=scales.mT.contiguous().mT)),
-        (x, ids, top_k_weights, weights, None, False, (0, None), x),
-        (x, ids, top_k_weights, weights, None, False, (0, None), unaligned),
+        (x, ids, top_k_weights, weights, SWIGLU, False, (0, None), x),
+        (x, ids, top_k_weights, weights, SWIGLU, False, (0, None), unaligned),
     ]
     for _ in range(2):
         for arguments in variants:
@@ -57,7 +58,7 @@ def test_whatever_decides_a_launch_is_prepared_for_once(gpu):
 def test_they_are_copied_in_every_call(gpu, h, i, masked):
     weights = weights_of(E, h, i)
     for _ in range(3):
-        assert_right(*inputs(20, h), weights, None, masked)
+        assert_right(*inputs(20, h), weights, SWIGLU, masked)
         for old, new in zip(weights, weights_of(E, h, i), strict=True):
             old.copy_(new)
     assert len(gpu.prepared()) == 1

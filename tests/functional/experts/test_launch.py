@@ -11,6 +11,7 @@ from moefp8.functional.expert_configs import (
     experts_configs,
     mean_load,
 )
+from moefp8.kernels.common.activation import SWIGLU, Activation
 from moefp8.kernels.gemm.config import GroupLayout
 from moefp8.kernels.gemm.tuned import ConfigSource
 from tests.fakes.emulator import emulated
@@ -50,7 +51,7 @@ SHAPES = {  # T, k, E, H, I
 @pytest.mark.parametrize("kind", ["distinct", "repeated", "out of range", "one expert"])
 def test_launches_compute_what_the_body_does(gpu, shape, masked, kind):
     num_tokens, top_k, e, h, i = SHAPES[shape]
-    assert_right(*inputs(num_tokens, h, top_k, e, kind), weights_of(e, h, i), None, masked)
+    assert_right(*inputs(num_tokens, h, top_k, e, kind), weights_of(e, h, i), SWIGLU, masked)
     names = ["count"] * (shape == "counted") + ["dispatch", "gemm", "gemm", "combine"]
     assert [made.kernel.name.split("_")[0] for made in gpu.launched] == names
 
@@ -64,7 +65,7 @@ def test_a_rank_computes_what_its_experts_do(gpu, shape, masked, kind, rank):
     (num_tokens, top_k, e, h, i), (first, others) = SHAPES[shape], rank
     rank = first, e + others
     arguments = inputs(num_tokens, h, top_k, e + others, kind)
-    assert_right(*arguments, weights_of(e, h, i), None, masked, rank)
+    assert_right(*arguments, weights_of(e, h, i), SWIGLU, masked, rank)
     dispatch = next(made for made in gpu.launched if made.kernel.name.startswith("dispatch"))
     assert dispatch.arguments.routing.first_expert == first
     assert len(gpu.launched) == (5 if shape == "counted" else 4)
@@ -97,7 +98,7 @@ def addends(num_tokens: int, h: int) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(("num_tokens", "h"), [(9, 144), (1, 136), (30, 100), (7, 3)])
 def test_combine_adds_an_addend(gpu, masked, num_tokens, h):
-    arguments = *inputs(num_tokens, h), weights_of(3, h, 128), None, masked
+    arguments = *inputs(num_tokens, h), weights_of(3, h, 128), SWIGLU, masked
     y, places = run(*arguments), addends(num_tokens, h)
     for place, addend in places.items():
         for _ in range(2):
@@ -110,23 +111,23 @@ def test_combine_adds_an_addend(gpu, masked, num_tokens, h):
 
 
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("limit", [None, 0.25])
+@pytest.mark.parametrize("activation", [SWIGLU, Activation("geglu_tanh", 0.25)])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("weights_dtype", DTYPES)
 @pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64])
-def test_any_dtype_and_strides(gpu, masked, limit, dtype, weights_dtype, id_dtype):
+def test_any_dtype_and_strides(gpu, masked, activation, dtype, weights_dtype, id_dtype):
     x = tokens_of(12, 200)[:, :144].to(dtype)[::2]
     ids = ids_of("distinct", 6, 3, 5).to(id_dtype).T.contiguous().T
     top_k_weights = torch.rand(6, 6).to(weights_dtype)[:, ::2]
-    arguments = x, ids, top_k_weights, weights_of(5, 144, 160), limit, masked
+    arguments = x, ids, top_k_weights, weights_of(5, 144, 160), activation, masked
     assert_right(*arguments)
     x = x.mT.contiguous().mT  # the elements of a token do not lie side by side: a copy is taken
     assert_right(x, *arguments[1:])
-    if limit:
-        clamped, free = body(*arguments), body(*arguments[:4], None, masked)
+    if activation.limit:
+        clamped, free = body(*arguments), body(*arguments[:4], SWIGLU, masked)
         assert not torch.equal(clamped, free)
-    activation = gpu.launched[1].arguments.activation
-    assert activation.limit == (limit or float("inf"))
+    limit = gpu.launched[1].arguments.gate_up.activation.limit
+    assert limit == (activation.limit or float("inf"))
 
 
 @pytest.mark.parametrize(
@@ -175,7 +176,7 @@ def test_every_family_is_launched_rightly(family, masked, limit):
     with emulated(down, gate_up) as gpu:
         kernels.set_num_sms(limit)
         for num_tokens, h, i in ((3, 144, 272), (200, 272, 400)):
-            assert_right(*inputs(num_tokens, h), weights_of(3, h, i), None, masked)
+            assert_right(*inputs(num_tokens, h), weights_of(3, h, i), SWIGLU, masked)
             configs = [made.config for made in gpu.launched[-3:-1]]
             assert configs[0 if gate_up else 1] == (gate_up or down)
 
@@ -186,7 +187,7 @@ def test_tiles_end_where_groups_do(family, masked):
     """The emulator sees to it that each token of a group meets each weight."""
     ids, weights = ids_of_loads(LOADS_AT_EDGES), weights_of(len(LOADS_AT_EDGES), 16, 16)
     with emulated(DOWN_FAMILIES[family], GATE_UP_FAMILIES[family]):
-        assert_right(tokens_of(len(ids), 16), ids, torch.rand(len(ids), 1), weights, None, masked)
+        assert_right(tokens_of(len(ids), 16), ids, torch.rand(len(ids), 1), weights, SWIGLU, masked)
 
 
 def test_strided_weights_are_taken_where_they_lie(gpu):
@@ -198,7 +199,7 @@ def test_strided_weights_are_taken_where_they_lie(gpu):
     assert second.b_maps[0].address == weights.down_proj.data_ptr()
     assert first.arguments.weight_scales == weights.gate_up_proj_scale_inv.data_ptr()
     scales = weights.gate_up_proj_scale_inv[:, 3:]
-    assert first.arguments.activation.up_scales == scales.data_ptr()
+    assert first.arguments.gate_up.up_scales == scales.data_ptr()
 
 
 # ---- What is launched how ----
@@ -207,7 +208,7 @@ def test_strided_weights_are_taken_where_they_lie(gpu):
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(("num_tokens", "num_kernels"), [(9, 4), (4097, 5)])
 def test_all_are_launched_before_the_one_before_ends(gpu, masked, num_tokens, num_kernels):
-    run(*inputs(num_tokens, 144), weights_of(3, 144, 272), None, masked)
+    run(*inputs(num_tokens, 144), weights_of(3, 144, 272), SWIGLU, masked)
     assert [made.programmatic for made in gpu.launched] == [True] * num_kernels
     assert {made.stream for made in gpu.launched} == {7}
     *_, first, second, _ = gpu.launched
@@ -226,7 +227,7 @@ def test_what_is_launched_serves_all_routings(gpu, masked):
     for kind in ("distinct", "repeated", "out of range", "one expert"):
         ids.copy_(ids_of(kind, 9, 2, 3))
         gpu.prepared().clear()
-        assert_right(x, ids, top_k_weights, weights, None, masked)
+        assert_right(x, ids, top_k_weights, weights, SWIGLU, masked)
         made = gpu.launched[-4:]
         told.add((*[bytes(x.arguments) for x in made[:3]], *[x.grid for x in made]))
     assert len(told) == 1
@@ -308,7 +309,7 @@ def test_num_sms_limits_the_grids_of_the_gemms(gpu):
 )
 @pytest.mark.parametrize("masked", [False, True])
 def test_without_work_nothing_is_launched(gpu, num_tokens, h, i, masked):
-    arguments = *inputs(num_tokens, h), weights_of(3, h, i), None, masked
+    arguments = *inputs(num_tokens, h), weights_of(3, h, i), SWIGLU, masked
     zeros, addend = torch.zeros(num_tokens, h).bfloat16(), tokens_of(num_tokens, h)
     for call in (run, body):
         assert torch.equal(call(*arguments), zeros)
@@ -322,7 +323,7 @@ def test_without_work_nothing_is_launched(gpu, num_tokens, h, i, masked):
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("num_tokens", [1, 2, 50, 97])
 def test_many_tokens_go_in_parts(gpu, monkeypatch, masked, num_tokens):
-    arguments = *inputs(num_tokens, 144, 2, 4), weights_of(4, 144, 272), None, masked
+    arguments = *inputs(num_tokens, 144, 2, 4), weights_of(4, 144, 272), SWIGLU, masked
     whole, addend = run(*arguments), tokens_of(num_tokens, 144)
     assert len(gpu.launched) == 4
     size = forward_bytes(Sizes(num_tokens, 2, 4, 144, 272, masked))

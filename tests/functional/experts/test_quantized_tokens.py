@@ -17,6 +17,7 @@ from moefp8.functional.experts import (
 from moefp8.functional.experts_backward import experts_backward
 from moefp8.functional.experts_records import experts_kernels
 from moefp8.kernels import E4M3
+from moefp8.kernels.common.activation import SWIGLU
 from tests.functional.cases import tokens_of, weights_of
 from tests.functional.experts.quantized_cases import (
     SHAPES,
@@ -67,7 +68,7 @@ def test_codes_give_the_gradients_of_what_was_quantized(shape, kind):
 def test_bad_scales_stay_with_their_token(bad):
     made = case_of((6, 2, E, H, I))
     codes, scales = ops.quantize_1x128(made.x, False)
-    rest = made.ids, made.top_k_weights, *made.weights, None, False, 0, None, None
+    rest = made.ids, made.top_k_weights, *made.weights, SWIGLU, False, 0, None, None
     clean = experts(codes, *rest, scales)
     scales[2, 1] = bad
     y = experts(codes, *rest, scales)
@@ -176,7 +177,7 @@ def arguments() -> dict:
         "grad_scale_inv": scales,
         "gate_up": gate_up,
         "gate_up_scale_inv": None,
-        "swiglu_limit": None,
+        **{f"activation_{name}": x for name, x in SWIGLU._asdict().items()},
         "masked": False,
         "keep_transposed": False,
     }
@@ -187,8 +188,8 @@ OPS = {"hidden_states": (experts, experts_saving), "grad": (experts_backward,)}
 
 
 def call(op, given: dict):
-    told = {x.name: x.default_value for x in op.overload._schema.arguments}
-    return op(*(given.get(name, default) for name, default in told.items()))
+    defaults = {x.name: x.default_value for x in op.overload._schema.arguments}
+    return op.overload(*(given.get(name, default) for name, default in defaults.items()))
 
 
 @pytest.mark.parametrize("name", OPS)
@@ -240,7 +241,7 @@ def test_codes_have_no_gradient_and_weights_of_choices_have():
     made = case_of((6, 2, E, H, I))
     codes, scales = ops.quantize_1x128(made.x, False)
     leaves = [made.top_k_weights.clone().requires_grad_() for _ in range(2)]
-    rest = *made.weights, None, False, 0, None, None
+    rest = *made.weights, SWIGLU, False, 0, None, None
     for x, scale_inv, leaf in ((codes, scales, leaves[0]), (made.x, None, leaves[1])):
         given = ExpertsInputs(x, made.ids, leaf, *rest, scale_inv)
         routed_experts("a layer", given).backward(made.grad)

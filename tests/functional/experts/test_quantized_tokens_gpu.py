@@ -5,6 +5,7 @@ import torch
 
 from moefp8.functional import parts as parts_room
 from moefp8.functional.expert_configs import Sizes
+from moefp8.kernels.common.activation import SWIGLU
 from tests.functional.cases import tokens_of
 from tests.functional.experts.backward_cases import Case, case
 from tests.functional.experts.quantized_cases import (
@@ -126,7 +127,7 @@ def test_calls_wait_for_nothing_and_read_what_was_written_last(layer, num_tokens
     expected = [forward(x, Floats()) for x in made]
     pairs = [Codes().of_tokens(x.x) for x in made]
     codes, scales = (torch.empty_like(x) for x in pairs[0])
-    rest = [(x.ids, x.top_k_weights, *layer, None, False, 0, None, None) for x in made]
+    rest = [(x.ids, x.top_k_weights, *layer, *SWIGLU, False, 0, None, None) for x in made]
     results = []
     with no_synchronisation():
         for (data, scale_inv), arguments in zip(pairs, rest, strict=True):
@@ -142,7 +143,7 @@ def test_calls_wait_for_nothing_and_read_what_was_written_last(layer, num_tokens
 def test_a_graph_follows_codes_and_ids(layer, num_tokens):
     made = case(num_tokens, H, K, layer)
     (codes, scales), ids = Codes().of_tokens(made.x), made.ids.clone()
-    rest = made.top_k_weights, *layer, None, False, 0, None, None
+    rest = made.top_k_weights, *layer, *SWIGLU, False, 0, None, None
     torch.ops.moefp8.experts(codes, ids, *rest, scales)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

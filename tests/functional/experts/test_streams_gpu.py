@@ -8,6 +8,7 @@ import torch
 
 from moefp8 import GroupedExperts
 from moefp8.functional.expert_configs import Sizes
+from moefp8.kernels.common.activation import SWIGLU
 from moefp8.testing import assert_matches_reference
 from tests.functional.cases import Weights, body, run, weights_of
 from tests.functional.experts.records import forward_bytes
@@ -30,11 +31,11 @@ NAN = float("nan")
 def test_one_graph_serves_all_routings(new_driver, num_tokens, masked, h, i):
     weights = weights_of(E, h, i, "cuda")
     memory = inputs(num_tokens, hidden_size=h)
-    run(*memory, weights, None, masked)  # kernels are compiled and loaded
+    run(*memory, weights, SWIGLU, masked)  # kernels are compiled and loaded
     new_driver.prepared().clear()  # preparing while a graph is captured must be allowed
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        y = run(*memory, weights, None, masked)
+        y = run(*memory, weights, SWIGLU, masked)
     for kind in ("one expert", "distinct", "out of range", "repeated", "distinct"):
         fresh = inputs(num_tokens, hidden_size=h, kind=kind)
         for old, new in zip(memory, fresh, strict=True):
@@ -42,7 +43,7 @@ def test_one_graph_serves_all_routings(new_driver, num_tokens, masked, h, i):
         y.fill_(NAN)
         for _ in range(3):
             graph.replay()
-        assert torch.equal(y, run(*fresh, weights, None, masked))
+        assert torch.equal(y, run(*fresh, weights, SWIGLU, masked))
 
 
 def test_new_addresses_other_layers_and_other_streams_prepare_nothing(layer, new_driver):
@@ -69,7 +70,7 @@ def test_streams_run_side_by_side(layer):
     for i in range(40):
         for arguments, stream, of_stream in zip(made, streams, results, strict=True):
             with torch.cuda.stream(stream):
-                of_stream.append(run(*arguments, layer, None, i % 2 == 1))
+                of_stream.append(run(*arguments, layer, SWIGLU, i % 2 == 1))
     torch.cuda.synchronize()
     for of_stream, right in zip(results, expected, strict=True):
         assert all(torch.equal(y, right) for y in of_stream)
@@ -155,7 +156,7 @@ def test_memory_is_given_back(layer):
     before = torch.cuda.memory_allocated()
     for masked in (False, True):
         for num_tokens in (500, 20, 1):
-            run(*(x[:num_tokens] for x in arguments), layer, None, masked)
+            run(*(x[:num_tokens] for x in arguments), layer, SWIGLU, masked)
     assert torch.cuda.memory_allocated() == before
     torch.cuda.reset_peak_memory_stats()
     y = run(*arguments, layer)

@@ -1,6 +1,5 @@
 """Inputs of `activation_columns.cu`, the memory that it fills, and what that must hold."""
 
-import math
 from collections.abc import Iterator
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -14,6 +13,7 @@ from moefp8.functional.training.activation_columns import (
     describe_activation_columns,
 )
 from moefp8.kernels import BLOCK, num_blocks, round_up, tma_aligned
+from moefp8.kernels.common.activation import Activation
 from moefp8.kernels.program import Codes, Place, Record, layouts
 from moefp8.quant import BlockScaled, dequantize
 from moefp8.quant.columns import num_column_blocks
@@ -24,6 +24,7 @@ from tests.functional.activation.cases import (
     differentiated,
     in_padded_rows,
     sizes_of_terms,
+    slack_of,
 )
 from tests.routing.cases import POISON, poisoned
 
@@ -59,7 +60,7 @@ def make(
     case: Case,
     weights_dtype: torch.dtype,
     fp8: bool,
-    limit: float | None,
+    activation: Activation,
     device: str = "cpu",
     *,
     blocks: bool = False,
@@ -71,8 +72,8 @@ def make(
     has_choice = torch.isin(torch.arange(num_rows), token_to_row)
     gate_up = torch.randn(num_rows, 2, case.size)
     gate_up = gate_up * torch.exp2(torch.randint(-2, 4, (num_rows, 1, 1)))
-    if limit is not None:
-        gate_up[..., ::7] = gate_up[..., ::7].sign() * limit
+    if activation.limit is not None:
+        gate_up[..., ::7] = gate_up[..., ::7].sign() * activation.limit
     grad = torch.randn(num_rows, case.size) * torch.exp2(torch.randint(-30, -20, (num_rows, 1)))
     gate_up, grad = gate_up.bfloat16(), grad.bfloat16()
     grad[~has_choice] = torch.nan
@@ -97,7 +98,7 @@ def make(
         torch.tensor(offsets, dtype=torch.int32, device=device),
         token_to_row.to(device),
         weights.to(device, weights_dtype)[:, ::2],
-        limit,
+        activation,
         blocks,
     )
 
@@ -125,7 +126,7 @@ def choices_of(case: Case) -> torch.Tensor:
 
 def run(made: ActivationColumnsInputs) -> ActivationColumnsGradients:
     """Launch the kernels into poisoned memory; they write nothing behind it."""
-    grad, saved, scales, offsets, token_to_row, weights, limit, has_blocks = made
+    grad, saved, scales, offsets, token_to_row, weights, activation, has_blocks = made
     (num_rows, size), device = grad.shape, grad.device
     blocks, padded = num_column_blocks(num_rows, len(offsets) - 1), round_up(size, BLOCK)
     num_scales = num_blocks(size) if has_blocks else size
@@ -173,7 +174,7 @@ def run(made: ActivationColumnsInputs) -> ActivationColumnsGradients:
             **{name: Place(name) for name in others},
             **{name: Codes.of(*pair, name) for name, pair in pairs.items()},
             num_experts=len(offsets) - 1,
-            limit=math.inf if limit is None else limit,
+            activation=activation,
             blocks=has_blocks,
         )
 
@@ -224,8 +225,10 @@ class Exact(NamedTuple):
 
     of_gate_up: torch.Tensor
     weighted: torch.Tensor
-    sizes: torch.Tensor
     products: torch.Tensor
+    sizes: torch.Tensor
+    weighted_sizes: torch.Tensor
+    product_sizes: torch.Tensor
 
 
 def exact_of(made: ActivationColumnsInputs) -> Exact:
@@ -237,13 +240,15 @@ def exact_of(made: ActivationColumnsInputs) -> Exact:
     at, of_choices = made.token_to_row.cpu().flatten(), made.top_k_weights.cpu().double().flatten()
     weights = torch.stack([of_choices[at == row].sum() for row in range(num_rows)])
     has_choice = torch.isin(torch.arange(num_rows), at)
-    limit = math.inf if made.limit is None else made.limit
-    activated, scale = naive.activate(gate, up, limit), (weights[:, None] * grad)[:, None]
+    activated, scale = naive.activate(gate, up, made.activation), (weights[:, None] * grad)[:, None]
+    inexact = activated.abs() + 1e5 * slack_of(gate, up, made.activation)
     exact = Exact(
-        scale * torch.stack(differentiated(gate, up, limit), 1),
+        scale * torch.stack(differentiated(gate, up, made.activation), 1),
         weights[:, None] * activated,
-        (scale * torch.stack(sizes_of_terms(gate, up), 1)).abs(),
         grad * activated,
+        (scale * torch.stack(sizes_of_terms(gate, up, made.activation), 1)).abs(),
+        weights[:, None] * inexact,
+        grad.abs() * inexact,
     )
     return Exact(*(x.detach().index_fill(0, torch.nonzero(~has_choice)[:, 0], 0) for x in exact))
 
@@ -261,30 +266,30 @@ def check(made: ActivationColumnsInputs, found: ActivationColumnsGradients) -> N
         check_quantized(codes[..., :size].flatten(0, 1), scales, right, sizes)
         for columns, scales, x, sizes, block_columns in (
             (*found[2:4], exact.of_gate_up.flatten(1), exact.sizes.flatten(1), 1),
-            (*found[4:6], exact.weighted, exact.weighted.abs(), BLOCK if made.blocks else 1),
+            (*found[4:6], exact.weighted, exact.weighted_sizes, BLOCK if made.blocks else 1),
         ):
             end = round_up(block.count, 32)
             assert not columns[block.index, :, block.count : end].any()
             codes = columns[block.index, :, : block.count]
             of_block = x[block.rows].T, sizes[block.rows].T
             check_quantized(codes, scales[block.index][:, None], *of_block, block_columns)
-    check_choices(made, found, exact.products)
+    check_choices(made, found, exact)
 
 
 def check_choices(
-    made: ActivationColumnsInputs, found: ActivationColumnsGradients, terms: torch.Tensor
+    made: ActivationColumnsInputs, found: ActivationColumnsGradients, exact: Exact
 ) -> None:
-    token_to_row = made.token_to_row.cpu().long()
-    has_row = (token_to_row >= 0) & (token_to_row < len(terms))
+    token_to_row, num_rows = made.token_to_row.cpu().long(), len(made.grad)
+    has_row = (token_to_row >= 0) & (token_to_row < num_rows)
     told = [
-        [float(0 <= row < len(terms) and own.index(row) == i) for i, row in enumerate(own)]
+        [float(0 <= row < num_rows and own.index(row) == i) for i, row in enumerate(own)]
         for own in token_to_row.tolist()
     ]
     assert found.is_first.tolist() == told
     assert (found.grad_weights[~has_row] == 0).all()
-    terms = terms[token_to_row[has_row]]
-    error = (found.grad_weights[has_row] - terms.sum(-1)).abs()
-    assert (error <= 1e-5 * terms.abs().sum(-1)).all()
+    rows = token_to_row[has_row]
+    error = (found.grad_weights[has_row] - exact.products[rows].sum(-1)).abs()
+    assert (error <= 1e-5 * exact.product_sizes[rows].sum(-1)).all()
 
 
 def assert_untouched(made: ActivationColumnsInputs, found: ActivationColumnsGradients) -> None:

@@ -3,6 +3,7 @@
 import math
 import re
 import shutil
+from itertools import cycle
 
 import pytest
 import torch
@@ -16,10 +17,12 @@ from moefp8.functional.training.activation_columns import (
     activation_columns_backward,
 )
 from moefp8.kernels import jit
+from moefp8.kernels.common.activation import KINDS, SWIGLU, Activation
 from moefp8.kernels.common.blocks import E4M3
 from moefp8.kernels.jit import compile_kernels
 from tests.fakes import cuda_on_cpu
 from tests.fakes.emulator import FakeDriver, emulated
+from tests.functional.activation.cases import ACTIVATIONS
 from tests.functional.training.activation_columns_cases import (
     CASES,
     Case,
@@ -39,13 +42,14 @@ SAVED_DTYPES = torch.bfloat16, E4M3
 KERNELS = [
     *map(room.weights_kernel_of, DTYPES),
     *(
-        room.kernel_of(is_fp8=dtype == E4M3, blocks=blocks)
+        room.kernel_of(Activation(kind), is_fp8=dtype == E4M3, blocks=blocks)
+        for kind in KINDS
         for blocks in (False, True)
         for dtype in SAVED_DTYPES
     ),
     room.sums_kernel_of(),
 ]
-LIMITS = None, 0.5
+HALF = Activation(limit=0.5)
 
 
 def op(made: ActivationColumnsInputs) -> ActivationColumnsGradients:
@@ -57,16 +61,16 @@ def op(made: ActivationColumnsInputs) -> ActivationColumnsGradients:
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("fp8", [False, True])
-@pytest.mark.parametrize("limit", LIMITS)
-def test_the_gradient_is_right(name, fp8, limit):
-    made = make(CASES[name], torch.bfloat16 if limit else torch.float32, fp8, limit)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_the_gradient_is_right(name, fp8, activation):
+    made = make(CASES[name], torch.bfloat16 if activation.limit else torch.float32, fp8, activation)
     check(made, op(made))
 
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("fp8", [False, True])
 def test_blocks_are_right(name, fp8):
-    made = make(CASES[name], torch.float32, fp8, 0.5, blocks=True)
+    made = make(CASES[name], torch.float32, fp8, HALF, blocks=True)
     found = op(made)
     check(made, found)
     assert_blocks_change_activated_alone(made, found, op(made._replace(blocks=False)))
@@ -74,18 +78,18 @@ def test_blocks_are_right(name, fp8):
 
 def test_rows_of_scales_are_multiples_of_16_bytes_apart():
     for size, expected in ((1, 4), (512, 4), (513, 8)):
-        made = make(Case([130], 2, size), torch.float32, False, None, blocks=True)
+        made = make(Case([130], 2, size), torch.float32, False, SWIGLU, blocks=True)
         assert op(made).activated_scale_inv.stride() == (expected, 1)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_rows_are_those_of_the_op_without_columns(name):
-    made = make(CASES[name], torch.float32, False, 0.5)
-    grad, gate_up, _, _, token_to_row, weights, limit, _ = made
+    made = make(CASES[name], torch.float32, False, HALF)
+    grad, gate_up, _, _, token_to_row, weights, activation, _ = made
     token_to_row = token_to_row.masked_fill(token_to_row >= len(grad), -1).clamp(min=-1)
     rows = ActivationGradients(
         *activation_rows_backward(
-            grad.nan_to_num(), gate_up.nan_to_num(), token_to_row, weights, limit
+            grad.nan_to_num(), gate_up.nan_to_num(), token_to_row, weights, activation
         )
     )
     found = op(made)
@@ -100,7 +104,7 @@ def test_rows_are_those_of_the_op_without_columns(name):
 @on_cpu_and_gpu
 @pytest.mark.parametrize(("counts", "size"), [([0, 0], 40), ([3, 2], 0)])
 def test_nothing_gives_nothing(counts, size, device):
-    made = make(Case(counts, 2, 40), torch.float32, False, None, device)
+    made = make(Case(counts, 2, 40), torch.float32, False, SWIGLU, device)
     made = made._replace(grad=made.grad[:, :size], gate_up=made.gate_up[..., :size])
     for blocks, num_scales in ((False, size), (True, -(-size // 128))):
         found = op(made._replace(blocks=blocks))
@@ -115,12 +119,13 @@ def test_the_op_keeps_the_rules_of_torch():
     overload = torch.ops.moefp8.activation_columns_backward.default
     checks = "test_autograd_registration", "test_faketensor"
     for fp8, blocks in ((False, False), (True, True)):
-        made = make(Case([3], 2, 8), torch.float32, fp8, 1.0, blocks=blocks)
-        torch.library.opcheck(overload, tuple(made), test_utils=checks)
+        made = make(Case([3], 2, 8), torch.float32, fp8, Activation(limit=1.0), blocks=blocks)
+        flat = *made[:6], *made.activation, made.blocks
+        torch.library.opcheck(overload, flat, test_utils=checks)
 
 
 def test_bad_input_is_named():
-    made = make(Case([3, 70], 2, 40), torch.float32, True, 1.0)
+    made = make(Case([3, 70], 2, 40), torch.float32, True, Activation(limit=1.0))
     for change, error, message in (
         ({"grad": made.grad.float()}, TypeError, "grad must be bfloat16"),
         ({"gate_up": made.gate_up[1:]}, ValueError, r"gate_up must be \[2 R, I\]"),
@@ -140,7 +145,7 @@ def test_bad_input_is_named():
 
 @pytest.mark.usefixtures("own_cache")
 def test_every_variant_compiles_and_spills_nothing():
-    assert len(KERNELS) == 8
+    assert len(KERNELS) == 20
     for cubin in compile_kernels(KERNELS):
         assert cubin.problems() == []
         registers = int(re.findall(r"Used (\d+) registers", cubin.log)[-1])
@@ -176,8 +181,8 @@ def launched(on_cpu):
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("fp8", [False, True])
 def test_the_kernels_text_is_right(launched, name, fp8):
-    for limit, dtype in zip((*LIMITS, 2.0), DTYPES, strict=True):
-        made = make(CASES[name], dtype, fp8, limit)
+    for activation, dtype in zip(ACTIVATIONS, cycle(DTYPES), strict=False):
+        made = make(CASES[name], dtype, fp8, activation)
         found = run(made)
         check(made, found)
         assert_untouched(made, found)
@@ -188,7 +193,7 @@ def test_the_kernels_text_is_right(launched, name, fp8):
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("fp8", [False, True])
 def test_the_kernels_text_is_right_with_blocks(launched, name, fp8):
-    made = make(CASES[name], torch.float32, fp8, 0.5 if fp8 else None, blocks=True)
+    made = make(CASES[name], torch.float32, fp8, HALF if fp8 else SWIGLU, blocks=True)
     found = run(made)
     check(made, found)
     assert_untouched(made, found)
@@ -199,7 +204,7 @@ def test_the_kernels_text_is_right_with_blocks(launched, name, fp8):
 @pytest.mark.parametrize("fp8", [False, True])
 def test_the_op_launches_the_kernels(launched, name, fp8):
     """What lies otherwise is copied before."""
-    made = make(CASES[name], torch.float32, fp8, 0.5)
+    made = make(CASES[name], torch.float32, fp8, HALF)
     expected = op(made)
     names = [x.kernel.name.removeprefix("activation_columns_") for x in launched.launched]
     assert [name.split("<")[0] for name in names] == ["weights_kernel", "kernel", "sums_kernel"]
@@ -212,7 +217,7 @@ def test_the_op_launches_the_kernels(launched, name, fp8):
     assert_same(made, op(other), expected)
     made = made._replace(blocks=True)
     found = op(made)
-    assert launched.launched[-2].kernel == room.kernel_of(is_fp8=fp8, blocks=True)
+    assert launched.launched[-2].kernel == room.kernel_of(SWIGLU, is_fp8=fp8, blocks=True)
     check(made, found)
     assert_blocks_change_activated_alone(made, found, expected)
 
@@ -221,7 +226,7 @@ def test_the_op_launches_the_kernels(launched, name, fp8):
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("blocks", [False, True])
 def test_the_emulator_is_right(name, fp8, blocks):
-    made = make(CASES[name], torch.float16, fp8, 0.5, blocks=blocks)
+    made = make(CASES[name], torch.float16, fp8, HALF, blocks=blocks)
     with emulated():
         found = run(made)
     check(made, found)
@@ -229,9 +234,9 @@ def test_the_emulator_is_right(name, fp8, blocks):
 
 
 def test_the_kernels_rows_are_those_of_the_kernel_without_columns(launched, tmp_path):
-    made = make(CASES["rows that choices share"], torch.float32, False, 0.5)
+    made = make(CASES["rows that choices share"], torch.float32, False, HALF)
     found = run(made)
-    kernel = activation_backward_kernel_of(torch.float32, is_fp8=False)
+    kernel = activation_backward_kernel_of(SWIGLU, torch.float32, is_fp8=False)
     other = cuda_on_cpu.build([kernel], tmp_path)
     with jit.using(FakeDriver(library=cuda_on_cpu.OnCpu(other))):
         assert_rows_are_those_without_columns(made, found)
@@ -241,9 +246,9 @@ def assert_rows_are_those_without_columns(
     made: ActivationColumnsInputs, found: ActivationColumnsGradients
 ) -> None:
     """Choices have no rows but those of experts, and each of these has one."""
-    grad, gate_up, _, _, token_to_row, weights, limit, _ = made
+    grad, gate_up, _, _, token_to_row, weights, activation, _ = made
     rows = ActivationGradients(
-        *activation_rows_backward(grad, gate_up, token_to_row, weights, limit)
+        *activation_rows_backward(grad, gate_up, token_to_row, weights, activation)
     )
     has_choice = torch.isin(torch.arange(len(grad)), token_to_row.cpu())
     ours, theirs = (x.codes.view(torch.uint8).cpu()[has_choice] for x in (found, rows))
@@ -257,7 +262,7 @@ BAD_OFFSETS = [0, 2**31 - 1, 5], [7, 3, 200], [-(2**31), -1, 300], [130, 130, 0]
 
 @pytest.mark.parametrize("offsets", BAD_OFFSETS)
 def test_whatever_the_offsets_are_nothing_outside_is_written(launched, offsets):
-    made = make(Case([70, 80], 2, 40), torch.float32, False, None)
+    made = make(Case([70, 80], 2, 40), torch.float32, False, SWIGLU)
     run(made._replace(expert_offsets=torch.tensor(offsets, dtype=torch.int32)))
 
 
@@ -280,7 +285,7 @@ def assert_bad_numbers_stay(
 ) -> None:
     """A bad number of a row of the second expert's second block."""
     case = Case([20, 140, 3], 2, 136)
-    made = make(case, torch.float32, False, None, device, blocks=has_blocks)
+    made = make(case, torch.float32, False, SWIGLU, device, blocks=has_blocks)
     clean, row, column = cpu(gradients(made)), 20 + 130, 129
     if where == "weight":
         made.top_k_weights[made.token_to_row == row] = bad
@@ -325,11 +330,11 @@ def assert_bad_numbers_stay(
 @on_gpu
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("fp8", [False, True])
-@pytest.mark.parametrize("limit", LIMITS)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("blocks", [False, True])
-def test_gpu_is_right(name, fp8, limit, blocks):
+def test_gpu_is_right(name, fp8, activation, blocks):
     for dtype in DTYPES:
-        made = make(CASES[name], dtype, fp8, limit, "cuda", blocks=blocks)
+        made = make(CASES[name], dtype, fp8, activation, "cuda", blocks=blocks)
         found = run(made)
         check(made, found)
         assert_untouched(made, found)
@@ -343,10 +348,10 @@ def test_gpu_is_right(name, fp8, limit, blocks):
 
 @on_gpu
 @pytest.mark.parametrize("kind", ["own", "shared"])
-@pytest.mark.parametrize("limit", LIMITS)
-def test_gpu_rows_are_those_of_the_kernel_without_columns(kind, limit):
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gpu_rows_are_those_of_the_kernel_without_columns(kind, activation):
     case = Case([300, 0, 1000, 77, 128], 6, 1032, kind)
-    made = make(case, torch.bfloat16, False, limit, "cuda")
+    made = make(case, torch.bfloat16, False, activation, "cuda")
     token_to_row = made.token_to_row
     made = made._replace(
         token_to_row=token_to_row.masked_fill(token_to_row >= len(made.grad), -1).clamp(min=-1)

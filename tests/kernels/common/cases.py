@@ -8,6 +8,7 @@ import torch
 from moefp8 import FP8Linear, GroupedExperts
 from moefp8.functional.experts import experts
 from moefp8.functional.linear import fp8_linear
+from moefp8.kernels.common.activation import SWIGLU
 from moefp8.kernels.gemm.config import GroupLayout
 from moefp8.quant import numerics
 from tests.kernels.gemm import grouped_cases
@@ -65,7 +66,7 @@ def expert_layer(layout: str) -> Callable[[int], Sample]:
         ids, scores = torch.randint(0, 5, (m, 2)), torch.rand(m, 2)
         names = "gate_up_proj", "gate_up_proj_scale_inv", "down_proj", "down_proj_scale_inv"
         weights = [getattr(module, name).detach() for name in names]
-        expected = experts.overload(x, ids, scores, *weights, None, layout == "masked")
+        expected = experts.overload(x, ids, scores, *weights, *SWIGLU, layout == "masked")
         return Sample(lambda: module(x, ids, scores), expected, 4, False)
 
     return sample

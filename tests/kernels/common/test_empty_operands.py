@@ -11,6 +11,7 @@ from moefp8 import FP8Linear, routing
 from moefp8.functional.experts import experts
 from moefp8.functional.feed_forward import feed_forward
 from moefp8.functional.linear import fp8_linear
+from moefp8.kernels.common.activation import SWIGLU
 from moefp8.kernels.gemm.config import GroupLayout
 from moefp8.kernels.gemm.operands import Operands
 from moefp8.quant import quantize_1x128, quantize_128x128
@@ -62,13 +63,13 @@ def layer(m: int, n: int, k: int) -> torch.Tensor:
 
 
 def shared(m: int, n: int, k: int) -> torch.Tensor:
-    return feed_forward(result(m, k), *weight(n, k), *weight(n, k), *weight(k, n), None)
+    return feed_forward(result(m, k), *weight(n, k), *weight(n, k), *weight(k, n), SWIGLU)
 
 
 def routed(m: int, n: int, k: int) -> torch.Tensor:
     ids, weights = ints(*[0, 1] * m).view(m, 2), from_numpy(torch.ones(m, 2))
     stacks = (*weight(2, 2 * n, k), *weight(2, k, n))
-    return experts(result(m, k), ids, weights, *stacks, None, False)
+    return experts(result(m, k), ids, weights, *stacks, SWIGLU, False)
 
 
 OPS = [*map(gemm, grouped_cases.LAYOUTS), linear, layer, shared, routed]

@@ -15,6 +15,7 @@ from moefp8.functional.expert_configs import (
 )
 from moefp8.functional.experts import experts
 from moefp8.functional.linear import fp8_linear
+from moefp8.kernels.common.activation import SWIGLU
 from moefp8.kernels.gemm import heuristic, tuned
 from moefp8.kernels.gemm.config import GemmConfig, GroupLayout
 from moefp8.kernels.gemm.launch import set_num_sms
@@ -110,7 +111,7 @@ def test_launchers_take_them(gpu, monkeypatch):
         down = torch.zeros(e, h, i).to(torch.float8_e4m3fn), torch.zeros(e, 2, 1)
         ids = torch.zeros(tokens, k, dtype=torch.int64)
         x, weights = torch.zeros(tokens, h).bfloat16(), (*gate_up, *down)
-        experts(x, ids, torch.ones(tokens, k), *weights, None, False, 0, num_global)
+        experts(x, ids, torch.ones(tokens, k), *weights, SWIGLU, False, 0, num_global)
         return [kernel.name for kernel in gpu.kernels if kernel.name.startswith("gemm")]
 
     expected = [FLAT.kernel_name("kNone")]
@@ -204,17 +205,22 @@ def test_a_comment_leaves_the_file_its_name(monkeypatch, tmp_path):
     assert len(set(names)) == 3
 
 
-FORMER_NAME = "tuned-nvidia-h200-132-2e75b2e110fd.txt"  # while comments counted
+FORMER_NAMES = [
+    "tuned-nvidia-h200-132-d3d8678c1c8b.txt",  # before activations other than SwiGLU
+    "tuned-nvidia-h200-132-2e75b2e110fd.txt",  # while comments counted
+]
+FORMER_NAME = FORMER_NAMES[0]
 
 
 @pytest.mark.usefixtures("own_cache", "hopper")
-def test_a_table_of_the_former_name_is_adopted():
-    """Where a kernel has changed, tables of before say nothing: delete this, and `_FORMER_DIGEST`.
+@pytest.mark.parametrize("name", FORMER_NAMES)
+def test_a_table_of_a_former_name_is_adopted(name):
+    """Where a kernel has changed, tables of before say nothing: delete this, and the digests.
 
     Where its text has changed and its machine code has not, `_DIGEST` becomes the new digest.
     """
     path = Path(keep(0, FOUND))
-    former = path.rename(path.with_name(FORMER_NAME))
+    former = path.rename(path.with_name(name))
     assert former != path
     assert tuned.stored(0).configs == FOUND
     former.unlink()

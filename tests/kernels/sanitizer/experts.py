@@ -14,6 +14,7 @@ from moefp8.functional.experts_backward import experts_backward
 from moefp8.functional.feed_forward import feed_forward_saving
 from moefp8.functional.feed_forward_backward import feed_forward_backward
 from moefp8.kernels import num_blocks, set_num_sms
+from moefp8.kernels.common.activation import SWIGLU
 from moefp8.quant.quantize import launch_quantize_1x128
 from moefp8.routing import build_plan
 from tests.functional.activation import cases as activation_cases
@@ -159,7 +160,7 @@ def run_activation(num_rows: int, size: int) -> None:
     ids = torch.arange(num_rows, device="cuda")[:, None] % 4
     plan, weights = build_plan(ids, 4), torch.ones(num_rows, 1, device="cuda")
     grad = activation_rows(gate_up, None)  # it lies as kernels want it
-    found = activation_rows_backward(grad.fill_(1), gate_up, plan.token_to_row, weights, None)
+    found = activation_rows_backward(grad.fill_(1), gate_up, plan.token_to_row, weights, SWIGLU)
     slope = torch.tensor([SILU + SILU * (1 - SILU), SILU])[:, None]
     wrong += num_far(found[2], slope) + num_far(found[4] / size, torch.tensor(SILU))
     tell(f"SwiGLU of {num_rows} rows of {size}", wrong)

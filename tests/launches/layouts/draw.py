@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from moefp8.kernels import E4M3, num_blocks, round_up, set_num_sms
+from moefp8.kernels.common.activation import Activation
 from moefp8.kernels.jit import Kernel
 from tests.launches.gpu import NUM_SMS, Library, recording
 from tests.launches.record import Record, record_of
@@ -31,6 +32,7 @@ TOKENS = (
 )
 WGRADS = "128x1", "128x1", "128x128", "bf16"
 LIMITS = None, None, None, 0.0, 7.0, 10.0
+ACTIVATIONS = "swiglu", "swiglu", "swiglu", "geglu", "geglu_tanh", "gpt_oss"
 SMS = (NUM_SMS,) * 10 + (114, 78)  # of an H200, an H100 PCIe and an H20
 Result = torch.Tensor | Mapping[str, Any] | Sequence[Any] | None
 
@@ -81,6 +83,7 @@ class Draw:
 
     def __init__(self, seed: str) -> None:
         self._random = random.Random(seed)
+        self._activations = random.Random(f"{seed} activation")
         self._notes: list[str] = []
         self.num_sms = NUM_SMS
         self.inputs: dict[str, torch.Tensor] = {}
@@ -102,6 +105,13 @@ class Draw:
             text = str(chosen).removeprefix("torch.").replace(" ", "")
             self.note(f"{name}={text}")
         return chosen
+
+    def activation(self) -> Activation:
+        """Its kind has a seed of its own, which changes nothing else of the layout."""
+        limit = self.among(LIMITS, "limit")
+        kind = ACTIVATIONS[int(self._activations.random() * len(ACTIVATIONS))]
+        self.note(f"activation={kind}")
+        return Activation(kind, limit)
 
     def flag(self, name: str, of: int = 2) -> bool:
         """Whether it is so: once in `of` layouts."""

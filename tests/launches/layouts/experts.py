@@ -13,7 +13,6 @@ from tests.launches.layouts.draw import (
     BF16,
     DTYPES,
     FP32,
-    LIMITS,
     LINEARS,
     MOSTLY,
     ROWS,
@@ -70,7 +69,7 @@ def experts(draw: Draw):
     addend = None
     if draw.flag("addend", 4):
         addend = draw.tensor("addend", (num_tokens, model.hidden_size), BF16, ANY)
-    options = draw.among(LIMITS, "limit"), draw.flag("masked", 3), *rank, addend, scales
+    options = *draw.activation(), draw.flag("masked", 3), *rank, addend, scales
     op = ops.experts_saving if draw.flag("saving", 4) else ops.experts
     return lambda: op(x, *choices, *weights, *options)
 
@@ -90,9 +89,9 @@ def experts_backward(draw: Draw):
         gate_up = draw.tensor("gate_up", shape, BF16, (*MOSTLY, "odd address"))[..., :i]
     here, *rank = rank_of(draw, e)
     weights = weights_of(draw, model, here)
-    keep_transposed, limit = draw.among((None, False, True)), draw.among(LIMITS, "limit")
+    keep_transposed, activation = draw.among((None, False, True)), draw.activation()
     saved = gate_up, saved_scales
-    options = limit, keep_transposed, *rank, grad_scales
+    options = *activation, keep_transposed, *rank, grad_scales
     return lambda: ops.experts_backward(grad, *choices, *saved, *weights, *options)
 
 
@@ -103,7 +102,7 @@ def layer_of(draw: Draw, model: Model, is_whole: bool = False, **options) -> Gro
         here, offset, num_global = rank_of(draw, model.num_experts)
     sizes = here, model.hidden_size, model.intermediate_size
     options |= {
-        "swiglu_limit": draw.among(LIMITS, "limit"),
+        "activation": draw.activation(),
         "layout": draw.among(("auto", "auto", "masked"), "layout"),
         "saved_dtype": draw.among((BF16, BF16, E4M3), "saved"),
     }
@@ -169,7 +168,7 @@ def moe(draw: Draw):
     options = {
         "shared_intermediate_size": shared,
         "shared_expert_gate": bool(shared) and draw.flag("shared gate", 4),
-        "swiglu_limit": draw.among(LIMITS, "limit"),
+        "activation": draw.activation(),
         "layout": draw.among(("auto", "masked"), "layout"),
         "trainable": draw.flag("trained", 3),
         "batch_invariant": draw.flag("batch_invariant", 5),
@@ -218,12 +217,12 @@ def gathered_experts(draw: Draw):
     choices = draw.choices(num_tokens, k)
     weights = gathered(draw, "gate_up", e, 2 * i, h, parts=2), gathered(draw, "down", e, h, i)
     targets = draw.tensor("d_gate_up", (e, 2 * i, h), FP32), draw.tensor("d_down", (e, h, i), FP32)
-    limit, blocks = draw.among(LIMITS, "limit"), draw.flag("blocks")
+    activation, blocks = draw.activation(), draw.flag("blocks")
 
     def call():
-        options = limit, False, 0, None, None, True, True
+        options = *activation, False, 0, None, None, True, True
         y, saved = ops.trained_experts(x, *choices, *weights, *options)
         args = grad, x, *choices, saved, None, *weights, *targets, True, False
-        return {"y": y, "dx": ops.trained_experts_backward(*args, limit, 0, None, blocks)}
+        return {"y": y, "dx": ops.trained_experts_backward(*args, *activation, 0, None, blocks)}
 
     return call

@@ -16,7 +16,6 @@ from tests.launches.layouts.draw import (
     DTYPES,
     FP32,
     INT32,
-    LIMITS,
     LINEARS,
     MODELS,
     ROWS,
@@ -192,7 +191,7 @@ def feed_forward(draw: Draw):
     (h, i, *_), num_tokens = draw.model(), draw.tokens()
     x = draw.tensor("x", (num_tokens, h), draw.among(DTYPES, "dtype"), ANY)
     weights = feed_forward_weights(draw, h, i)
-    options = draw.among(LIMITS, "limit"), draw.flag("batch_invariant", 4)
+    options = *draw.activation(), draw.flag("batch_invariant", 4)
     op = ops.feed_forward_saving if draw.flag("saving", 3) else ops.feed_forward
     return lambda: op(x, *weights, *options)
 
@@ -203,8 +202,8 @@ def feed_forward_backward(draw: Draw):
     grad = draw.tensor("grad", (num_tokens, h), draw.among(DTYPES, "dtype"), ANY)
     whole = draw.tensor("gate_up", (num_tokens, 2, round_up(i, 8)), BF16, ("own", "own", "later"))
     weights = feed_forward_weights(draw, h, i)
-    limit, keep_transposed = draw.among(LIMITS, "limit"), draw.among((None, False, True))
-    options = limit, keep_transposed, draw.flag("batch_invariant", 4)
+    activation, keep_transposed = draw.activation(), draw.among((None, False, True))
+    options = *activation, keep_transposed, draw.flag("batch_invariant", 4)
     return lambda: ops.feed_forward_backward(grad, whole[..., :i], *weights, *options)
 
 
@@ -213,7 +212,7 @@ def trained_feed_forward(draw: Draw):
     name = draw.among(MODELS, "model")
     h, i, *_ = MODELS[name]
     options = {
-        "swiglu_limit": draw.among(LIMITS, "limit"),
+        "activation": draw.activation(),
         "dtype": draw.among(DTYPES, "weights"),
         "wgrad": draw.among(WGRADS, "wgrad"),
         "batch_invariant": draw.flag("batch_invariant", 5),

@@ -10,7 +10,6 @@ from tests.launches.layouts.draw import (
     BF16,
     DTYPES,
     INT32,
-    LIMITS,
     LINEARS,
     MOSTLY,
     ROWS,
@@ -119,8 +118,8 @@ def saved(draw: Draw, num_rows: int, size: int, places=("own", "8 bytes on")) ->
 @layouts("activation", 30)
 def activation_rows(draw: Draw):
     gate_up = saved(draw, draw.tokens(), draw.among(WIDTHS, "I"))
-    limit = draw.among(LIMITS, "limit")
-    return lambda: ops.activation_rows(gate_up, limit)
+    activation = draw.activation()
+    return lambda: ops.activation_rows(gate_up, *activation)
 
 
 def rows_of_choices(draw: Draw) -> tuple[torch.Tensor, ...]:
@@ -136,8 +135,8 @@ def rows_of_choices(draw: Draw) -> tuple[torch.Tensor, ...]:
 @layouts("activation.backward", 40)
 def activation_rows_backward(draw: Draw):
     grad, *choices = rows_of_choices(draw)
-    gate_up, limit = saved(draw, *grad.shape), draw.among(LIMITS, "limit")
-    return lambda: ops.activation_rows_backward(grad, gate_up, *choices, limit)
+    gate_up, activation = saved(draw, *grad.shape), draw.activation()
+    return lambda: ops.activation_rows_backward(grad, gate_up, *choices, *activation)
 
 
 @layouts("activation.columns", 60)
@@ -151,6 +150,6 @@ def activation_columns_backward(draw: Draw):
     else:
         gate_up = saved(draw, num_rows, size)
     offsets = draw.tensor("expert_offsets", (draw.among((1, 8, 60, 128), "E") + 1,), INT32)
-    limit, by_blocks = draw.among(LIMITS, "limit"), draw.flag("blocks")
+    activation, by_blocks = draw.activation(), draw.flag("blocks")
     inputs = grad, gate_up, scales, offsets, *choices
-    return lambda: ops.activation_columns_backward(*inputs, limit, by_blocks)
+    return lambda: ops.activation_columns_backward(*inputs, *activation, by_blocks)

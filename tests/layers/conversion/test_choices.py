@@ -155,9 +155,8 @@ def test_overrides_set_up_experts():
     model = nn.ModuleList([PlainExperts(), PlainExperts()])
     convert(model, overrides={"1": {"layout": "masked"}})
     assert [experts.layout for experts in model] == ["auto", "masked"]
-    with pytest.raises(
-        ValueError, match=r"of \['layout', 'swiglu_limit', 'trainable', 'wgrad'\], got \['tile'\]"
-    ):
+    known = r"\['activation', 'layout', 'swiglu_limit', 'trainable', 'wgrad'\]"
+    with pytest.raises(ValueError, match=rf"of {known}, got \['tile'\]"):
         convert(nn.ModuleList([PlainExperts()]), overrides={"0": {"tile": 3}})
 
 

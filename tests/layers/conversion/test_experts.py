@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import moefp8.layers.conversion.plain
 from moefp8 import GroupedExperts, convert
+from moefp8.kernels.common.activation import Activation
 from moefp8.layers import plan_conversion
 from moefp8.testing import relative_error
 from tests.layers.conversion.foreign_experts import (
@@ -185,6 +186,22 @@ def test_a_forward_that_differs_in_training_is_refused_if_weights_train():
         plan_conversion(Dropping(), trainable=True)
 
 
+@pytest.mark.parametrize("limit", [None, 7.0])
+@pytest.mark.parametrize(
+    ("act_fn", "kind"), [(nn.GELU(), "geglu"), (nn.GELU(approximate="tanh"), "geglu_tanh")]
+)
+def test_experts_with_a_gelu_convert(act_fn, kind, limit):
+    experts = Experts(limit=limit)
+    experts.act_fn = act_fn
+    x, *choice = torch.randn(9, 64), torch.randint(0, 4, (9, 2)), torch.rand(9, 2)
+    expected = experts(x, *choice)
+    converted = convert(experts)
+    assert converted.activation == Activation(kind, limit)
+    assert relative_error(converted(x, *choice), expected) < 0.1
+    wrong = GroupedExperts.from_weights(*converted.dequantize(), swiglu_limit=limit)
+    assert relative_error(wrong(x, *choice), expected) > 0.12
+
+
 @pytest.mark.parametrize("limit", [0.5, 7.0, 30.0])
 @pytest.mark.parametrize("name", ["limit", "swiglu_limit"])
 def test_the_limit_of_clamped_experts_is_kept(name, limit):
@@ -200,7 +217,7 @@ def test_a_layer_that_differs_from_the_others_is_probed_by_itself():
     with pytest.raises(ValueError, match=r"convert: layers\.1\.experts \(Own\)"):
         convert(model)
     model = Model(Experts)
-    model.layers[2]["experts"].act_fn = nn.GELU()
+    model.layers[2]["experts"].act_fn = nn.ReLU()
     with pytest.raises(ValueError, match=r"convert: layers\.2\.experts"):
         convert(model)
 

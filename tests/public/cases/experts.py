@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+import moefp8
 from moefp8 import GroupedExperts, MoE, TopKRouter
 from moefp8.layers import PlainExperts
 
@@ -95,6 +96,26 @@ def trained_gradients(device: str) -> Any:
                 E, H, I, device=device, trainable=True, dtype=dtype, wgrad=wgrad
             )
             outcomes[wgrad, dtype] = step(experts, *_tokens(device)), experts
+    return outcomes
+
+
+@case
+def activations(device: str) -> Any:
+    outcomes = {}
+    gate_up, down = randn(E, 2 * I, H, device=device), randn(E, H, I, device=device)
+    for kind in ("swiglu", "geglu", "geglu_tanh", "gpt_oss"):
+        alpha = 1.3 if kind == "gpt_oss" else None
+        activation = moefp8.Activation(kind=kind, limit=2.0, alpha=alpha)
+        for trainable in (False, True):
+            experts = GroupedExperts(
+                E, H, I, device=device, trainable=trainable, activation=activation
+            )
+            outcomes[kind, trainable] = step(experts, *_tokens(device)), experts
+        of_weights = GroupedExperts.from_weights(gate_up, down, activation=kind)
+        plain = PlainExperts(E, H, I, device=device, activation=kind)
+        moe = MoE(H, I, E, K, shared_intermediate_size=I, device=device, activation=kind)
+        x, *chosen = _tokens(device)
+        outcomes[kind] = of_weights(x, *chosen), plain(x, *chosen), step(moe, x)
     return outcomes
 
 

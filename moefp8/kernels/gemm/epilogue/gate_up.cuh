@@ -1,46 +1,13 @@
-// The epilogue of a tile of gate and up: SwiGLU, then E4M3 with a scale for each token and 128 outputs.
+// The epilogue of a tile of gate and up: the activation, then E4M3 with a scale for each token and 128 outputs.
 //
-// A thread holds gate and up of the same outputs: activated = silu(gate) * up, in place of gate. The largest magnitude
+// A thread holds gate and up of the same outputs: activated = f(gate) * up, in place of gate. The largest magnitude
 // of a token's 128 outputs decides its scale; where it is spread over threads, they meet:
 // - tokens are rows: in the 4 lanes of a row; and if the tile has 64 outputs, in two CTAs of a cluster;
 // - tokens are columns: in the 8 lanes of a column, then in shared memory, in all warps that have it, the peer's too.
 #pragma once
+#include "activation.cuh"
 #include "fp8.cuh"
 #include "epilogue/store.cuh"
-
-// min and max that keep NaN, as torch.clamp does.
-__device__ inline float min_or_nan(float a, float b) {
-  float c;
-  asm("min.NaN.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));
-  return c;
-}
-__device__ inline float max_or_nan(float a, float b) {
-  float c;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));
-  return c;
-}
-
-// gate / (1 + exp(-gate)) * up, by two approximations of MUFU, each within 2 ulp.
-__device__ inline float activate(float gate, float up) {
-  constexpr float kLog2E = 1.4426950408889634f;
-  float exponential, sigmoid;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(exponential) : "f"(__fmul_rn(gate, -kLog2E)));
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(sigmoid) : "f"(__fadd_rn(exponential, 1)));
-  return __fmul_rn(__fmul_rn(gate, sigmoid), up);
-}
-
-template <int kSize>
-__device__ void activate(float (&gate)[kSize], float (&up)[kSize], float limit) {
-  if (limit < __uint_as_float(kInfinity)) {
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) {
-      gate[i] = min_or_nan(gate[i], limit);
-      up[i] = max_or_nan(min_or_nan(up[i], limit), -limit);
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < kSize; ++i) gate[i] = activate(gate[i], up[i]);
-}
 
 __device__ inline uint32_t magnitude(float x) { return __float_as_uint(x) & kMagnitude; }
 
@@ -49,7 +16,7 @@ __device__ void store_scale(const Arguments& args, const TileCoord<C>& coord, in
   const int num_blocks = ceil_div(args.num_weights, kBlock), block = coord.tile * C.outputs / kBlock;
   if (token < coord.begin() || token >= coord.end()) return;
   const int64_t row = static_cast<int64_t>(coord.matrix) * num_blocks + block;
-  args.activation.scales[row * args.activation.pitch + coord.first_token + token] = scale_inv;
+  args.gate_up.scales[row * args.gate_up.pitch + coord.first_token + token] = scale_inv;
 }
 
 // Copies the tokens of the group, and no others, from the staging, 16 bytes at a time.
@@ -188,7 +155,7 @@ __device__ void gate_up_epilogue_columns(const float (&v)[kSize], Shared<C>& sha
 // Where the forward saves gate or up of a token of this CTA's tile, for a backward: BF16 [tokens, 2, outputs].
 template <GemmConfig C>
 __device__ uint8_t* saved_row(const Arguments& args, const TileCoord<C>& coord, int token, bool is_up) {
-  return args.activation.saved + (2 * static_cast<int64_t>(coord.first_token + token) + is_up) * args.activation.saved_row_bytes;
+  return args.gate_up.saved + (2 * static_cast<int64_t>(coord.first_token + token) + is_up) * args.gate_up.saved_row_bytes;
 }
 
 // Tokens are rows. Neighbouring lanes swap, so that each stores four of eight columns, and four lanes a whole sector.
@@ -251,7 +218,7 @@ __device__ void gate_up_epilogue(float (&total)[C.parts][C.part_n / 2], Shared<C
   auto& gate = reinterpret_cast<float(&)[kSize]>(total[0][0]);
   auto& up = reinterpret_cast<float(&)[kSize]>(total[C.parts / 2][C.parts == 1 ? kSize : 0]);
   if constexpr (C.saves_gate_up) save_gate_up<C.stacked>(gate, up, args, coord, thread);
-  activate(gate, up, args.activation.limit);
+  activate<C.activation>(gate, up, args.gate_up.activation);
   if constexpr (C.stacked) gate_up_epilogue_columns(gate, shared, args, coord, num_tiles, thread);
   else gate_up_epilogue_rows(gate, shared, d_map, args, coord, num_tiles, thread);
 }
