@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from moefp8.kernels import jit
+from moefp8.kernels.common.activation import KINDS, SWIGLU, Activation
 from moefp8.kernels.gemm.config import GemmConfig, GroupLayout
 from moefp8.kernels.gemm.launch import BIASES, SOURCE
 from moefp8.kernels.jit.nvrtc import Nvrtc
@@ -28,9 +29,10 @@ class Variant(NamedTuple):
     config: GemmConfig
     layout: GroupLayout | None = None
     bias: str = "kNone"
+    activation: Activation = SWIGLU
 
     def kernel(self, source: Path = SOURCE) -> jit.Kernel:
-        name = self.config.kernel_name(self.bias, self.layout)
+        name = self.config.kernel_name(self.bias, self.layout, self.activation.enumerator)
         return jit.Kernel(source, name, self.config.interleaving)
 
 
@@ -81,6 +83,17 @@ def saving_configs() -> list[GemmConfig]:
     return [replace(config, saves_gate_up=True) for config in of_families]
 
 
+def activation_variants() -> list[Variant]:
+    """Forwards that save, which have the fewest registers left; one activation for each config."""
+    kinds = [Activation(kind) for kind in KINDS if kind != "swiglu"]
+    variants = [
+        Variant(config, GroupLayout.OFFSETS, activation=kind)
+        for kind in kinds
+        for config in saving_configs()
+    ]
+    return variants if ALL_KERNELS else variants[:: len(kinds) + 1]
+
+
 VARIANTS = {
     "dense": lambda: sampled(map(Variant, configs())),
     # A bias comes on top when most registers are in use. Every sixth is a sample.
@@ -88,6 +101,7 @@ VARIANTS = {
     "families": lambda: in_turn(families.FAMILIES.values(), BIAS_NAMES, "bias"),
     "grouped": lambda: sampled(grouped_variants()),
     "experts": lambda: sampled(experts_variants()),
+    "activations": activation_variants,
 }
 
 
@@ -107,7 +121,7 @@ def cubins_of(tmp_path_factory) -> Callable[[str], dict[Variant, jit.Cubin]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("which", ["dense", "with a bias", "grouped", "experts"])
+@pytest.mark.parametrize("which", ["dense", "with a bias", "grouped", "experts", "activations"])
 def test_every_configuration_compiles_and_spills_nothing(which, cubins_of):
     problems = {variant: cubin.problems() for variant, cubin in cubins_of(which).items()}
     found = {variant: each for variant, each in problems.items() if each}

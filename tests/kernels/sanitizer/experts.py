@@ -1,6 +1,5 @@
 """Experts, feed-forward and SwiGLU, forward and backward."""
 
-import math
 from collections.abc import Iterator
 from functools import partial
 from itertools import product
@@ -14,7 +13,7 @@ from moefp8.functional.experts_backward import experts_backward
 from moefp8.functional.feed_forward import feed_forward_saving
 from moefp8.functional.feed_forward_backward import feed_forward_backward
 from moefp8.kernels import num_blocks, set_num_sms
-from moefp8.kernels.common.activation import SWIGLU
+from moefp8.kernels.common.activation import KINDS, SWIGLU, Activation
 from moefp8.quant.quantize import launch_quantize_1x128
 from moefp8.routing import build_plan
 from tests.functional.activation import cases as activation_cases
@@ -23,16 +22,19 @@ from tests.functional.training import activation_columns_cases
 from tests.kernels.gemm.cases import choosing
 from tests.kernels.sanitizer.judge import SILU, Launch, num_far, ones, tell
 
+LIMITED = Activation(limit=100.0)
+
 
 def launches() -> Iterator[Launch]:
     yield from families()
     yield from of_several_sizes()
     for num_tokens, h, i in ((3, 264, 400), (140, 100, 36), (300, 136, 144)):
         yield partial(run_feed_forward, num_tokens, h, i)
-    for name, fp8 in product(activation_cases.CASES, (False, True)):
-        yield partial(run_activation_backward, name, fp8)
-    for name, fp8, blocks in product(activation_columns_cases.CASES, (False, True), (False, True)):
-        yield partial(run_activation_columns, name, fp8, blocks)
+    for name, fp8, kind in product(activation_cases.CASES, (False, True), KINDS):
+        yield partial(run_activation_backward, name, fp8, Activation(kind))
+    flags = (False, True), (False, True)
+    for name, fp8, blocks, kind in product(activation_columns_cases.CASES, *flags, KINDS):
+        yield partial(run_activation_columns, name, fp8, blocks, Activation(kind))
     for num_rows, size in ((3, 8), (5, 100), (2, 2176), (1, 1)):
         yield partial(run_activation, num_rows, size)
 
@@ -93,7 +95,7 @@ def run_experts(
     """
     x, ids, is_here = tokens_of_ones(num_tokens, h, first, num_global)
     adds = h == 264
-    options = 100.0, masked, first, num_global, x if adds else None
+    options = LIMITED, masked, first, num_global, x if adds else None
     if codes:
         x, scale_inv = codes_of_ones(num_tokens, h)
         options = *options, scale_inv
@@ -124,7 +126,7 @@ def run_experts_backward(
     if codes:
         x, scale_inv = codes_of_ones(num_tokens, h)
     set_num_sms(limit)
-    options = 100.0, False, *rank
+    options = LIMITED, False, *rank
     y, gate_up = experts_saving(x, ids, top_k_weights, *weights, *options, None, scale_inv)
     num_rows = int(is_here.sum())
     num_choices, row = is_here.sum(1, keepdim=True), gate_up[:num_rows].flatten(0, 1)
@@ -146,8 +148,8 @@ def run_feed_forward(num_tokens: int, h: int, i: int) -> None:
     halves = gate_up.view(2, i, h), gate_up_scales.view(2, -1, gate_up_scales.shape[1])
     weights = *(x[half] for half in (0, 1) for x in halves), down, down_scales
     x = torch.ones(num_tokens, h, dtype=torch.bfloat16, device="cuda")
-    y, saved = feed_forward_saving(x, *weights, 100.0)
-    dx = feed_forward_backward(x, saved, *weights, 100.0, False)
+    y, saved = feed_forward_saving(x, *weights, LIMITED)
+    dx = feed_forward_backward(x, saved, *weights, LIMITED, False)
     slope = SILU + SILU * (1 - SILU)
     wrong = num_far(y, torch.tensor(SILU)) + num_far(dx, torch.tensor(slope + SILU))
     tell(f"feed-forward, {num_tokens} tokens", wrong)
@@ -156,28 +158,30 @@ def run_feed_forward(num_tokens: int, h: int, i: int) -> None:
 def run_activation(num_rows: int, size: int) -> None:
     """Rows end anywhere; gate and up are 1."""
     gate_up = empty_gate_up(torch.empty(0, device="cuda"), num_rows, size).fill_(1)
-    wrong = num_far(activation_rows(gate_up, None), torch.tensor(SILU))
+    wrong = num_far(activation_rows(gate_up, SWIGLU), torch.tensor(SILU))
     ids = torch.arange(num_rows, device="cuda")[:, None] % 4
     plan, weights = build_plan(ids, 4), torch.ones(num_rows, 1, device="cuda")
-    grad = activation_rows(gate_up, None)  # it lies as kernels want it
+    grad = activation_rows(gate_up, SWIGLU)  # it lies as kernels want it
     found = activation_rows_backward(grad.fill_(1), gate_up, plan.token_to_row, weights, SWIGLU)
     slope = torch.tensor([SILU + SILU * (1 - SILU), SILU])[:, None]
     wrong += num_far(found[2], slope) + num_far(found[4] / size, torch.tensor(SILU))
     tell(f"SwiGLU of {num_rows} rows of {size}", wrong)
 
 
-def run_activation_backward(name: str, fp8: bool) -> None:
-    made = activation_cases.make(name, torch.float32, fp8, math.inf, "cuda")
+def run_activation_backward(name: str, fp8: bool, activation: Activation) -> None:
+    made = activation_cases.make(name, torch.float32, fp8, activation, "cuda")
     activation_cases.check(made, activation_cases.run(made))
-    print(f"gradient of SwiGLU, {name}{', FP8' if fp8 else ''}", flush=True)
+    print(f"gradient of {activation.kind}, {name}{', FP8' if fp8 else ''}", flush=True)
 
 
-def run_activation_columns(name: str, fp8: bool, blocks: bool) -> None:
+def run_activation_columns(name: str, fp8: bool, blocks: bool, activation: Activation) -> None:
     case = activation_columns_cases.CASES[name]
-    made = activation_columns_cases.make(case, torch.float32, fp8, None, "cuda", blocks=blocks)
+    made = activation_columns_cases.make(
+        case, torch.float32, fp8, activation, "cuda", blocks=blocks
+    )
     activation_columns_cases.check(made, activation_columns_cases.run(made))
     told = f"{', FP8' if fp8 else ''}{', blocks' if blocks else ''}"
-    print(f"gradient of SwiGLU in columns, {name}{told}", flush=True)
+    print(f"gradient of {activation.kind} in columns, {name}{told}", flush=True)
 
 
 def tokens_of_ones(
