@@ -15,12 +15,13 @@ from tests.fakes import cuda_on_cpu
 from tests.fakes.emulator import FakeDriver, emulated
 from tests.functional.activation.cases import ACTIVATIONS, CASES, Made, check, make, run
 from tests.gpu import on_gpu
+from tests.sampling import ALL_KERNELS
 
 DTYPES = torch.bfloat16, torch.float16, torch.float32
 KERNELS = [
     activation_backward_kernel_of(Activation(kind), dtype, is_fp8=fp8)
     for kind in KINDS
-    for dtype in DTYPES
+    for dtype in (DTYPES if ALL_KERNELS or kind == "swiglu" else DTYPES[:1])
     for fp8 in (False, True)
 ]
 INF = math.inf

@@ -36,6 +36,7 @@ from tests.functional.training.activation_columns_cases import (
     run,
 )
 from tests.gpu import on_cpu_and_gpu, on_gpu, poison
+from tests.sampling import ALL_KERNELS
 
 DTYPES = torch.bfloat16, torch.float16, torch.float32
 SAVED_DTYPES = torch.bfloat16, E4M3
@@ -44,7 +45,7 @@ KERNELS = [
     *(
         room.kernel_of(Activation(kind), is_fp8=dtype == E4M3, blocks=blocks)
         for kind in KINDS
-        for blocks in (False, True)
+        for blocks in ((False, True) if ALL_KERNELS or kind == "swiglu" else (False,))
         for dtype in SAVED_DTYPES
     ),
     room.sums_kernel_of(),
@@ -145,7 +146,7 @@ def test_bad_input_is_named():
 
 @pytest.mark.usefixtures("own_cache")
 def test_every_variant_compiles_and_spills_nothing():
-    assert len(KERNELS) == 20
+    assert len(KERNELS) == (20 if ALL_KERNELS else 14)
     for cubin in compile_kernels(KERNELS):
         assert cubin.problems() == []
         registers = int(re.findall(r"Used (\d+) registers", cubin.log)[-1])

@@ -154,7 +154,7 @@ def codes_of(cubins_of, disassemble) -> Callable[[str], dict[Variant, str]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("which", ["families", "grouped", "experts"])
 def test_machine_code_is_what_was_meant(which, codes_of):
-    for (config, layout, _), code in codes_of(which).items():
+    for (config, layout, *_), code in codes_of(which).items():
         dimensions = "3D" if config.grouped else "2D"
         assert re.search(r"QGMMA\.64x\d+x32\.F32\.E4M3\.E4M3", code), config
         assert set(re.findall(r"UTMA(?:LDG|STG)\.(\dD)", code)) == {dimensions}, config
