@@ -33,7 +33,7 @@ def activate(
     """
     gate, up = _clamped(gate.float(), up.float(), activation.limit)
     gated = _gated(gate.double() if exact else gate, activation).float()
-    return gated * (up + 1 if activation.kind == "gpt_oss" else up)
+    return gated * _factor(up, activation)
 
 
 def activate_grad(
@@ -43,9 +43,9 @@ def activate_grad(
 
     All are [..., I] in the dtype of `grad`. A clamped gate has gradient 0, and so has a clamped up.
     """
-    held = _clamped(gate.to(grad.dtype), up.to(grad.dtype), activation.limit)
-    gated, slope = _gated_and_slope(held[0], activation)
-    factor = held[1] + 1 if activation.kind == "gpt_oss" else held[1]
+    clamped_gate, clamped_up = _clamped(gate.to(grad.dtype), up.to(grad.dtype), activation.limit)
+    gated, slope = _gated_and_slope(clamped_gate, activation)
+    factor = _factor(clamped_up, activation)
     grad_gate, grad_up = grad * factor * slope, grad * gated
     if activation.limit is not None:
         grad_gate = grad_gate.masked_fill(gate > activation.limit, 0)
@@ -59,6 +59,11 @@ def _clamped(
     if limit is None:
         return gate, up
     return gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
+
+
+def _factor(up: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """What multiplies f(gate)."""
+    return up + 1 if activation.kind == "gpt_oss" else up
 
 
 def _gated(gate: torch.Tensor, activation: Activation) -> torch.Tensor:

@@ -108,11 +108,10 @@ __device__ Gradients differentiate_columns(const Arguments& args, const Part<kIs
   Gradients result;
 #pragma unroll
   for (int i = 0; i < kColumns; ++i) {
-    const float gate = part.gate[i], up = part.up[i], of_activated = part.grad[i];
-    const ActivationGradient x =
-        differentiate<kKind, kIsLimited>(of_activated, weight, gate, up, args.activation);
-    result.gate[i] = x.of_gate, result.up[i] = x.of_up;
-    result.of_weight = __fmaf_rn(of_activated, x.activated, result.of_weight);
+    const float gate = part.gate[i], up = part.up[i], grad = part.grad[i];
+    const ActivationGradient x = differentiate<kKind, kIsLimited>(grad, weight, gate, up, args.activation);
+    result.gate[i] = x.grad_gate, result.up[i] = x.grad_up;
+    result.of_weight = __fmaf_rn(grad, x.activated, result.of_weight);
   }
   return result;
 }

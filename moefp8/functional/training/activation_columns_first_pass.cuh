@@ -125,10 +125,10 @@ __device__ void first_pass(const Arguments& args, const Tile& tile, Memory<kIsFp
         const ActivationGradient x =
             differentiate<kKind, kIsLimited>(grad, weight, part.saved_at(0, j, scales[0]),
                                              part.saved_at(1, j, scales[1]), args.activation);
-        values[i][0][j] = x.of_gate, values[i][1][j] = x.of_up;
-        amax[i][0] = larger_magnitude(amax[i][0], x.of_gate), amax[i][1] = larger_magnitude(amax[i][1], x.of_up);
-        of_columns[0][j] = larger_magnitude(of_columns[0][j], x.of_gate);
-        of_columns[1][j] = larger_magnitude(of_columns[1][j], x.of_up);
+        values[i][0][j] = x.grad_gate, values[i][1][j] = x.grad_up;
+        amax[i][0] = larger_magnitude(amax[i][0], x.grad_gate), amax[i][1] = larger_magnitude(amax[i][1], x.grad_up);
+        of_columns[0][j] = larger_magnitude(of_columns[0][j], x.grad_gate);
+        of_columns[1][j] = larger_magnitude(of_columns[1][j], x.grad_up);
         float& of_activated = of_columns[2][kBlocks ? 0 : j];
         of_activated = larger_magnitude(of_activated, __fmul_rn(weight, x.activated));
         product = __fmaf_rn(grad, x.activated, product);

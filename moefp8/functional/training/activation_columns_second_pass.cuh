@@ -104,8 +104,8 @@ __device__ void store_columns(const Arguments& args, const Tile& tile, Memory<kI
         const ActivationGradient x =
             differentiate<kKind, kIsLimited>(part.grad_at(j), weight, part.saved_at(0, j, scales[0][r]),
                                              part.saved_at(1, j, scales[1][r]), args.activation);
-        quotients[0][j][r] = dividers[0][j].divide(x.of_gate);
-        quotients[1][j][r] = dividers[1][j].divide(x.of_up);
+        quotients[0][j][r] = dividers[0][j].divide(x.grad_gate);
+        quotients[1][j][r] = dividers[1][j].divide(x.grad_up);
         quotients[2][j][r] = dividers[2][j].divide(__fmul_rn(weight, x.activated));
       }
     }

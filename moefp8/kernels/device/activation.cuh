@@ -109,21 +109,20 @@ __device__ void activate(float (&gate)[kSize], float (&up)[kSize], const Activat
 }
 
 struct ActivationGradient {
-  float of_gate, of_up, activated;
+  float grad_gate, grad_up, activated;
 };
 
-// Where the limit holds, there is no gradient.
-// of_activated, weight: the gradient of what is activated is their product.
+// Where the limit holds, there is no gradient. The gradient of the activated value is grad * weight.
 template <Activation kKind, bool kIsLimited>
-__device__ inline ActivationGradient differentiate(float of_activated, float weight, float gate, float up,
+__device__ inline ActivationGradient differentiate(float grad, float weight, float gate, float up,
                                                    const ActivationArguments& args) {
   const bool gate_is_held = kIsLimited && gate > args.limit, up_is_held = kIsLimited && fabsf(up) > args.limit;
   const float factor = factor_of<kKind>(up_is_held ? copysignf(args.limit, up) : up);
   const Gated gated = gate_with<kKind>(gate_is_held ? args.limit : gate, args.alpha);
-  const float weighted = weight * of_activated;
+  const float weighted = weight * grad;
   ActivationGradient result;
-  result.of_gate = gate_is_held ? 0 : weighted * factor * gated.slope;
-  result.of_up = up_is_held ? 0 : weighted * gated.value;
+  result.grad_gate = gate_is_held ? 0 : weighted * factor * gated.slope;
+  result.grad_up = up_is_held ? 0 : weighted * gated.value;
   result.activated = gated.value * factor;
   return result;
 }

@@ -205,8 +205,8 @@ def check_quantized(
     assert bool((error <= half_a_step * 1.01 + 2.0**-10).all())
     differ = (codes != expected.view(torch.uint8)) & (codes & 0x7F != 0)
     # What is as small as the error of a formula alone has other codes.
-    told = (inexact <= 1e-4 * expected_scales).repeat_interleave(block_rows, 0)[: len(right)]
-    differ &= told.repeat_interleave(BLOCK, 1)[:, : right.shape[1]]
+    is_exact = (inexact <= 1e-4 * expected_scales).repeat_interleave(block_rows, 0)[: len(right)]
+    differ &= is_exact.repeat_interleave(BLOCK, 1)[:, : right.shape[1]]
     assert int(differ.sum()) <= 1 + codes.numel() // 100
 
 
