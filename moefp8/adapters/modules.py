@@ -11,7 +11,7 @@ from torch import nn
 
 from ..kernels.common.checks import FLOATS, check_tensor
 from ..layers import FP8Linear, GroupedExperts
-from ..layers.experts import WEIGHTS
+from ..layers.experts import BIASES, WEIGHTS
 from .experts import Inputs, adapted_experts
 from .lora import LoRA
 
@@ -76,7 +76,7 @@ def compute_adapted(
 ) -> torch.Tensor:
     """`GroupedExperts.compute`, with adapters beside the weights that are their keys."""
     check_tensor("GroupedExperts", "hidden_states", hidden_states, FLOATS)
-    weights: dict[str, Any] = {name: experts._look_up(name) for name in WEIGHTS}
+    weights: dict[str, Any] = {name: experts._look_up(name) for name in (*WEIGHTS, *BIASES)}
     inputs = Inputs(
         hidden_states,
         top_k_index,

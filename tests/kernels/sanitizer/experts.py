@@ -133,8 +133,8 @@ def run_experts_backward(
     wrong = num_far(y, SILU * num_choices) + num_far(row, torch.ones(()))
     if fp8:
         gate_up, scales = launch_quantize_1x128(gate_up.flatten(0, 1), False)
-    saved = gate_up, scales
-    found = experts_backward(x, ids, top_k_weights, *saved, *weights, *options, scale_inv)
+    args = gate_up, scales, *weights, None, None, None, *options, scale_inv
+    found = experts_backward(x, ids, top_k_weights, *args)
     set_num_sms(None)
     slope = SILU + SILU * (1 - SILU)
     wrong += num_far(found[0], (slope + SILU) * num_choices)

@@ -92,7 +92,9 @@ def experts_backward(draw: Draw):
     keep_transposed, activation = draw.among((None, False, True)), draw.activation()
     saved = gate_up, saved_scales
     options = *activation, keep_transposed, *rank, grad_scales
-    return lambda: ops.experts_backward(grad, *choices, *saved, *weights, *options)
+    return lambda: ops.experts_backward(
+        grad, *choices, *saved, *weights, None, None, None, *options
+    )
 
 
 def layer_of(draw: Draw, model: Model, is_whole: bool = False, **options) -> GroupedExperts:
@@ -221,8 +223,8 @@ def gathered_experts(draw: Draw):
 
     def call():
         options = *activation, False, 0, None, None, True, True
-        y, saved = ops.trained_experts(x, *choices, *weights, *options)
-        args = grad, x, *choices, saved, None, *weights, *targets, True, False
+        y, saved = ops.trained_experts(x, *choices, *weights, None, None, *options)
+        args = grad, x, *choices, saved, None, *weights, None, *targets, None, None, True, False
         return {"y": y, "dx": ops.trained_experts_backward(*args, *activation, 0, None, blocks)}
 
     return call

@@ -217,6 +217,12 @@ __device__ void gate_up_epilogue(float (&total)[C.parts][C.part_n / 2], Shared<C
   constexpr int kSize = C.parts * C.part_n / 4;  // the sums of gate, and as many of up
   auto& gate = reinterpret_cast<float(&)[kSize]>(total[0][0]);
   auto& up = reinterpret_cast<float(&)[kSize]>(total[C.parts / 2][C.parts == 1 ? kSize : 0]);
+  const auto add_bias = [&](float (&sums)[kSize], const void* first) {
+    TileBias<C, C.stacked, C.outputs> bias;
+    bias.load(bias_of_group(first, args, coord), args, coord, 0, thread);
+    bias.add_to(sums, thread);
+  };
+  add_bias(gate, args.bias), add_bias(up, args.gate_up.up_bias);
   if constexpr (C.saves_gate_up) save_gate_up<C.stacked>(gate, up, args, coord, thread);
   activate<C.activation>(gate, up, args.gate_up.activation);
   if constexpr (C.stacked) gate_up_epilogue_columns(gate, shared, args, coord, num_tiles, thread);
