@@ -126,11 +126,12 @@ def _launch_contiguous(inputs: ContiguousInputs) -> None:
     check = partial(_check_contiguous, inputs)
     if bounds is None or (grouped_layout is not None and expert_offsets is not None):
         check()  # this raises
+        return
     if zero_padding:  # which rows are padding, only the device knows
         check()
         inputs.d.zero_()
     launch_gemm(
-        [*operands, *(x for x in (grouped_layout, expert_offsets) if x is not None)],
+        [*operands, bounds],
         (_CONTIGUOUS, layout),
         lambda: GemmCall(_CONTIGUOUS, check, Operands(*operands), None, layout, bounds),
     )
