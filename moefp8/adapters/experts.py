@@ -22,7 +22,8 @@ from ..kernels.common.activation import Activation
 from ..kernels.common.blocks import BLOCK, num_blocks
 from ..kernels.gemm.grouped import m_grouped_fp8_gemm_nt_contiguous
 from ..quant.quantize import quantize_1x128, quantize_gradient_1x128
-from ..routing import RoutingPlan, build_plan, combine
+from ..routing import RoutingPlan, build_plan
+from ..routing.combine import sum_rows
 
 
 class LowRank(NamedTuple):
@@ -120,8 +121,12 @@ def _forward(inputs: Inputs) -> tuple[torch.Tensor, Saved, RoutingPlan]:
     5. Sum the rows of every token, each times its weight.
     """
     x, (num_experts, h, i) = inputs.hidden_states, inputs.down_proj.shape
-    rank = {name: getattr(inputs, name) for name in ("expert_offset", "num_global_experts")}
-    plan = build_plan(inputs.top_k_index, num_experts, **rank)
+    plan = build_plan(
+        inputs.top_k_index,
+        num_experts,
+        expert_offset=inputs.expert_offset,
+        num_global_experts=inputs.num_global_experts,
+    )
     gate_up_adapter, down_adapter = _low_ranks(inputs)
     offsets, multiply = plan.expert_offsets, m_grouped_fp8_gemm_nt_contiguous
     rows, u_of_gate_up, u_of_down = _rows(x, plan), None, None
@@ -137,7 +142,8 @@ def _forward(inputs: Inputs) -> tuple[torch.Tensor, Saved, RoutingPlan]:
     multiply(quantized, down, y, expert_offsets=offsets, bias=bias)
     if down_adapter is not None:
         u_of_down = down_adapter.add_to(y, activated, offsets)
-    return combine(y, plan, inputs.top_k_weights), Saved(u_of_gate_up, u_of_down, gate_up), plan
+    result = sum_rows(y, plan.token_to_row, inputs.top_k_weights)
+    return result, Saved(u_of_gate_up, u_of_down, gate_up), plan
 
 
 def _rows(x: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
@@ -214,7 +220,8 @@ def _backward(
         gradients["a_of_gate_up"] = grouped_outer(v, _rows(x, plan).bfloat16(), offsets)
         gradients["b_of_gate_up"] = grouped_outer(dy, saved.u_of_gate_up, offsets)
     if needs["hidden_states"]:
-        gradients["hidden_states"] = combine(grad_rows, plan, through.is_first).to(x.dtype)
+        grad_x = sum_rows(grad_rows, plan.token_to_row, through.is_first)
+        gradients["hidden_states"] = grad_x.to(x.dtype)
     return gradients
 
 

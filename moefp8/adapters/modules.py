@@ -97,5 +97,5 @@ def compute_adapted(
 def _fields(name: str, adapter: Factors | None) -> dict[str, Any]:
     """What `Inputs` has of the adapter of that projection."""
     a, b, scaling = adapter or (None, None, 0.0)
-    a, b = (x if x is None else x.bfloat16() for x in (a, b))
+    a, b = [x if x is None else x.bfloat16() for x in (a, b)]
     return {f"a_of_{name}": a, f"b_of_{name}": b, f"scaling_of_{name}": scaling}

@@ -133,11 +133,12 @@ def _launch_contiguous(inputs: ContiguousInputs) -> None:
     check = partial(_check_contiguous, inputs)
     if bounds is None or (grouped_layout is not None and expert_offsets is not None):
         check()  # this raises
+        return
     if zero_padding:  # which rows are padding, only the device knows
         check()
         inputs.d.zero_()
     launch_gemm(
-        [*operands, *(x for x in (bias, grouped_layout, expert_offsets) if x is not None)],
+        [*operands, bounds] if bias is None else [*operands, bias, bounds],
         (_CONTIGUOUS, layout),
         lambda: GemmCall(_CONTIGUOUS, check, Operands(*operands), bias, layout, bounds),
     )
