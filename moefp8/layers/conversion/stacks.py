@@ -42,6 +42,11 @@ class Stacks:
     down_bias: torch.Tensor | None = None
 
     @property
+    def is_in_turns(self) -> bool:
+        """Whether rows of gate and of up are stored in turns."""
+        return len(self.gate_up) > 1 and self.names[:2] in _STACK_NAMES
+
+    @property
     def biases(self) -> dict[str, torch.Tensor]:
         """The biases as `GroupedExperts` names them: [E, 2I], gate first, and [E, H]."""
         made = {}
@@ -135,8 +140,8 @@ def form_problem(module: nn.Module, stacks: Stacks) -> str | None:
         )
     gate_up, down = list(stacks.gate_up[0].shape), list(stacks.down.shape)
     gate_up[1] *= len(stacks.gate_up)
+    names = stacks.names if stacks.names[:2] in _STACK_NAMES else STACKS
     if gate_up != [down[0], 2 * down[2], down[1]]:
-        names = stacks.names if stacks.names[:2] in _STACK_NAMES else STACKS
         if getattr(module, "is_transposed", False):
             gate_up, down = ([e, columns, rows] for e, rows, columns in (gate_up, down))
             shapes = "[E, H, 2I]", "[E, I, H]"
