@@ -6,7 +6,6 @@ import torch
 from moefp8 import Activation, GroupedExperts
 from moefp8.adapters import add_lora
 from moefp8.functional import parts as parts_room
-from moefp8.kernels.jit import current_driver
 from tests.functional.cases import (
     EXPERTS_FAMILIES,
     GATE_UP_FAMILIES,
@@ -114,7 +113,7 @@ def test_a_token_depends_on_no_other(num_tokens):
 
 
 @pytest.mark.parametrize("form", ["frozen", "trained"])
-def test_graphs_and_parts(form, monkeypatch):
+def test_graphs_and_parts(form, monkeypatch, new_driver):
     sizes = 400, 4, 8, 512, 400
     layer = layer_of(*sizes[2:], GPT_OSS, device="cuda", **FORMS[form])
     call = call_of(sizes, device="cuda")
@@ -126,7 +125,7 @@ def test_graphs_and_parts(form, monkeypatch):
     graph.replay()
     assert all(torch.equal(captured[name], x) for name, x in right.items())
     monkeypatch.setattr(parts_room, "MAX_WORKSPACE_BYTES", 1 << 21)
-    current_driver().prepared().clear()
+    new_driver.prepared().clear()
     assert_near(results_of(layer, call), right, call, 0.02)
 
 
