@@ -203,6 +203,7 @@ __device__ void consume(Shared<C>& shared, const TensorMap& d_map, const Argumen
   const Thread<C> thread;
   float total[C.parts][C.part_n / 2];
   TileBias<C> biases[C.parts];
+  GateUpBias<C> gate_up_bias;
   ProductBuffer<C> buffers[C.num_product_buffers];
   StageScales<C> next_scales;
   auto finished = TileCoord<C>::none();  // the tile that is in `total` and will be stored
@@ -223,13 +224,17 @@ __device__ void consume(Shared<C>& shared, const TensorMap& d_map, const Argumen
     if (ends_stage && !C.grouped) --refills;
   };
   const auto load_bias = [&](int part) {
-    const void* bias = bias_of_group(args.bias, args, schedule.coord);
-    biases[part].load(bias, args, schedule.coord, C.swap_ab ? thread.group * 64 : part * C.part_n, thread);
+    if constexpr (C.gate_up) {
+      if (part == 0) gate_up_bias.load(args, schedule.coord, thread);
+    } else {
+      const void* bias = bias_of_group(args.bias, args, schedule.coord);
+      biases[part].load(bias, args, schedule.coord, C.swap_ab ? thread.group * 64 : part * C.part_n, thread);
+    }
   };
   const auto start_part = [&](int part) {
 #pragma unroll
     for (int i = 0; i < C.part_n / 2; ++i) total[part][i] = 0.0f;
-    if constexpr (C.split_k == 1 && !C.gate_up) load_bias(part);
+    if constexpr (C.split_k == 1) load_bias(part);
   };
   const auto store_part = [&](int part, Staging staging) {
     if constexpr (C.split_k == 1 && !C.gate_up)
@@ -238,11 +243,11 @@ __device__ void consume(Shared<C>& shared, const TensorMap& d_map, const Argumen
   };
   const auto store_finished = [&](int part) __attribute__((always_inline)) {
     if (finished.is_none()) {
-      if constexpr (C.grouped && !C.gate_up) load_bias(part);  // what is there may be of a tile that was skipped
+      if constexpr (C.grouped) load_bias(part);  // what is there may be of a tile that was skipped
       return;
     }
     if constexpr (C.gate_up) {  // gate and up leave together
-      if (part == 0) gate_up_epilogue<C>(total, shared, d_map, args, finished, num_epilogues++, thread);
+      if (part == 0) gate_up_epilogue<C>(total, shared, d_map, args, finished, num_epilogues++, gate_up_bias, thread);
       start_part(part);
     } else {
       store_part(part, output_staging(shared, thread));
