@@ -21,7 +21,7 @@ from ..kernels.gemm.launch import (
 )
 from ..kernels.program import Codes, Place, Record, Tensor, Word, layouts
 from ..routing.dispatch import Dispatched
-from .expert_biases import NO_BIASES, BiasGradients
+from .expert_biases import BiasGradients
 from .expert_configs import Sizes, mean_load
 
 # Timed at 1 to 32 tokens of whole layers and ranks of five models on an H200. First weights are
@@ -150,6 +150,9 @@ def results_layout(name: str, shape: tuple[int, int], alignment: int) -> Tensor:
 # ---- Contiguous tensors, for records that are made from sizes only ----
 
 
+BiasDtypes = tuple[torch.dtype | None, torch.dtype | None]
+
+
 class CallTensors(NamedTuple):
     """The contiguous tensors of a call: their dtypes and alignment.
 
@@ -157,14 +160,14 @@ class CallTensors(NamedTuple):
     scores: the dtype of the scores.
     is_aligned: whether tokens and results are at multiples of 16 bytes.
     saved: the dtype of gate and up, saved for a backward; None: they are not saved.
-    bias: the dtype of the experts' biases; None: there are none.
+    biases: the dtypes of the biases of gate and up, and of down; None: there is none.
     """
 
     dtype: torch.dtype = torch.bfloat16
     scores: torch.dtype = torch.float32
     is_aligned: bool = True
     saved: torch.dtype | None = None
-    bias: torch.dtype | None = None
+    biases: BiasDtypes = (None, None)
 
     def tokens(self, name: str, sizes: Sizes) -> Tensor:
         x = Tensor.contiguous(name, sizes.num_tokens, sizes.hidden_size, dtype=self.dtype)
@@ -198,30 +201,28 @@ class CallTensors(NamedTuple):
         """The weights of the inputs "gate", "up" and "down", and their biases."""
         e, h, i = sizes[2:5]
         gate, up = (Codes.contiguous(name, e, i, h) for name in ("gate", "up"))
-        down = Codes.contiguous("down", e, h, i)
-        if self.bias is None:
-            return ExpertWeights(gate, up, down)
-        both = Tensor.contiguous("gate_bias", e, 2 * i, dtype=self.bias)
-        gate_bias = both._replace(shape=(e, i))
-        up_bias = gate_bias._replace(place=Place("up_bias"))
-        return ExpertWeights(gate, up, down, gate_bias, up_bias, self.down_bias(sizes))
+        down, gate_bias, up_bias = Codes.contiguous("down", e, h, i), None, None
+        if (dtype := self.biases[0]) is not None:
+            halves = Tensor.contiguous("gate_bias", e, 2 * i, dtype=dtype)
+            gate_bias = halves._replace(shape=(e, i))
+            up_bias = gate_bias._replace(place=Place("up_bias"))
+        return ExpertWeights(gate, up, down, gate_bias, up_bias, self._down_bias(sizes))
 
     def bias_gradients(self, sizes: Sizes) -> BiasGradients:
         """The bias of down, and the gradients of all biases."""
-        if self.bias is None:
-            return NO_BIASES
         e, h, i = sizes[2:5]
         widths = {"grad_gate_up_bias": 2 * i, "grad_down_bias": h}
         gradients = [
-            Tensor.contiguous(name, e, width, dtype=torch.float32) for name, width in widths.items()
+            None if dtype is None else Tensor.contiguous(name, e, width, dtype=torch.float32)
+            for (name, width), dtype in zip(widths.items(), self.biases, strict=True)
         ]
-        return BiasGradients(self.down_bias(sizes), *gradients)
+        return BiasGradients(self._down_bias(sizes), *gradients)
 
-    def down_bias(self, sizes: Sizes) -> Tensor | None:
-        if self.bias is None:
+    def _down_bias(self, sizes: Sizes) -> Tensor | None:
+        if (dtype := self.biases[1]) is None:
             return None
         shape = sizes.num_experts, sizes.hidden_size
-        return Tensor.contiguous("down_bias", *shape, dtype=self.bias)
+        return Tensor.contiguous("down_bias", *shape, dtype=dtype)
 
 
 BF16_CALL = CallTensors()

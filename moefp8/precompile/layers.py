@@ -14,6 +14,7 @@ from ..kernels.common.checks import FLOATS
 from ..kernels.gemm.tuned import ANY_TARGET, DEFAULT_SMS, ConfigSource, config_source_of
 from ..kernels.jit import JitError, Kernel, compile_kernels, current_driver, keep_kernels
 from ..layers import FP8Linear, GroupedExperts, TopKRouter
+from ..layers.experts import BIASES
 from ..layers.module import FixedDtypeModule, check_dtype
 from ..layers.moe import SharedExperts
 from ..layers.parts import parts_of
@@ -205,10 +206,13 @@ def _layers_of(model: nn.Module, top_k: int | None) -> Iterator[Layer]:
 def _experts_of(module: GroupedExperts, top_k: int) -> Experts | TrainedExperts | ExpertsInSteps:
     sizes = top_k, module.num_experts, module.hidden_size, module.intermediate_size
     activation = module.activation._replace(limit=None)  # kernels differ in its kind alone
+    held = module.biases
+    gate_up_bias, down_bias = (held[name].dtype if name in held else None for name in BIASES)
+    biases = gate_up_bias, down_bias
     if module.runs_in_steps:
-        return ExpertsInSteps(*sizes, activation)
+        return ExpertsInSteps(*sizes, activation, biases)
     rank = module.layout == "masked", module.num_global_experts
-    experts = Experts(*sizes, *rank, activation)
+    experts = Experts(*sizes, *rank, activation, biases)
     return TrainedExperts(experts, _master_of(module)) if module.trainable else experts
 
 

@@ -107,6 +107,7 @@ def layer_of(draw: Draw, model: Model, is_whole: bool = False, **options) -> Gro
         "activation": draw.activation(),
         "layout": draw.among(("auto", "auto", "masked"), "layout"),
         "saved_dtype": draw.among((BF16, BF16, E4M3), "saved"),
+        "bias": draw.biased(),
     }
     layer = GroupedExperts(*sizes, device="meta", **options)
     layer.expert_offset, layer.num_global_experts = offset, num_global
