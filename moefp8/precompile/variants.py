@@ -11,11 +11,8 @@ from typing import NamedTuple
 import torch
 
 from ..distributed.expert_parallel.experts import ParallelExperts
-from ..distributed.expert_parallel.peers_launch import (
-    COMBINE_AND_GIVE_BACK,
-    give_back_kernels,
-    push_kernels,
-)
+from ..distributed.expert_parallel.give_back import COMBINE_AND_GIVE_BACK, give_back_kernels
+from ..distributed.expert_parallel.push import push_kernels
 from ..functional import feed_forward_backward
 from ..functional.activation_rows import activation_rows_backward_kernels, activation_rows_kernels
 from ..functional.expert_configs import Sizes

@@ -21,8 +21,10 @@ from ...kernels.common.blocks import E4M3, MIN_AMAX, MIN_GRADIENT_AMAX, num_bloc
 from ...kernels.jit import current_driver
 from .agreement import Call
 from .collective import run_experts, run_experts_backward
+from .give_back import CombineAndGiveBack, give_back
 from .peer_memory import GivenBack, Received
-from .peers_launch import CombineAndGiveBack, Member, Sizes, give_back, push
+from .push import push
+from .ranks import Member, Sizes
 
 if TYPE_CHECKING:
     from .group import ExpertGroup

@@ -9,15 +9,11 @@ import pytest
 import torch
 
 from moefp8.distributed.expert_parallel.agreement import Call
+from moefp8.distributed.expert_parallel.give_back import COMBINE_AND_GIVE_BACK, give_back_kernel_of
 from moefp8.distributed.expert_parallel.group import ExpertGroup
 from moefp8.distributed.expert_parallel.peer_memory import PeerMemory
 from moefp8.distributed.expert_parallel.peers import PeerExchange
-from moefp8.distributed.expert_parallel.peers_launch import (
-    COMBINE_AND_GIVE_BACK,
-    give_back_kernel_of,
-    push_codes_kernel_of,
-    push_rows_kernel_of,
-)
+from moefp8.distributed.expert_parallel.push import push_codes_kernel_of, push_rows_kernel_of
 from moefp8.kernels import jit
 from moefp8.kernels.jit import Kernel
 from tests.fakes import cuda_on_cpu

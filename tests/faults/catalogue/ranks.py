@@ -6,14 +6,14 @@ _PEERS = "tests/distributed/expert_parallel/test_peers_on_cpu.py::"
 
 FAULTS = [
     Fault(
-        file="distributed/expert_parallel/peers_launch.py",
+        file="distributed/expert_parallel/push.py",
         old='"own_scores": returning_at + given_back.scores,',
         new='"own_scores": receiving_at + received.scores,',
         caught_by=_PEERS + "test_tokens_go_where_their_experts_are[True-None-two]",
         why="a rank writes its own scores over those that it receives",
     ),
     Fault(
-        file="distributed/expert_parallel/peers_launch.py",
+        file="distributed/expert_parallel/give_back.py",
         old="num_sums=ceil_div(num_tokens * num_pieces, item_pieces),",
         new="num_sums=max(1, num_tokens * num_pieces // item_pieces),",
         caught_by=_PEERS + "test_rows_go_back_to_where_tokens_came_from[False-two]",
