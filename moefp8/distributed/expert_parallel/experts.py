@@ -33,6 +33,7 @@ from ...quant.quantize import quantize_1x128
 from .agreement import PHASES, Call, T, are_of_one_kind, dtype_and_devices
 from .local import LocalExperts
 from .shared_batch import SharedBatch
+from .transport import Transport
 
 if TYPE_CHECKING:
     from .group import ExpertGroup
@@ -98,13 +99,13 @@ class ParallelExperts:
         if not are_of_one_kind(call.devices):  # the same on all ranks
             _check_device(hidden_states, top_k_index, top_k_weights)
         asks = _agreed(calls)
-        exchange = self.group.exchange(calls, top_k_index)
+        transport = self.group.transport_for(calls, top_k_index)
         backward = _Backward(self.group, call)
         scores = top_k_weights.float()
         if call.is_fp8 and isinstance(layer, GroupedExperts):
-            y = _frozen_experts(layer, exchange, backward, hidden_states, scores, asks)
+            y = _frozen_experts(layer, transport, backward, hidden_states, scores, asks)
         else:
-            y = _any_experts(layer, exchange, backward, hidden_states, scores, asks)
+            y = _any_experts(layer, transport, backward, hidden_states, scores, asks)
         y = y if addend is None else y + addend
         return y.to(hidden_states.dtype)
 
@@ -218,7 +219,7 @@ def _anchor(x: torch.Tensor, asks: int) -> torch.Tensor | None:
 
 def _frozen_experts(
     layer: GroupedExperts,
-    exchange: Any,
+    transport: Transport,
     backward: _Backward,
     x: torch.Tensor,
     scores: torch.Tensor,
@@ -228,15 +229,15 @@ def _frozen_experts(
     anchor = _anchor(x, asks)
     y: torch.Tensor
     if anchor is None:
-        y, _ = _forward(layer, exchange, x, scores, weights, saves=False)
+        y, _ = _forward(layer, transport, x, scores, weights, saves=False)
     else:
-        y = _FrozenExperts.apply(layer, exchange, backward, anchor, x, scores, *weights)
+        y = _FrozenExperts.apply(layer, transport, backward, anchor, x, scores, *weights)
     return y
 
 
 def _forward(
     layer: GroupedExperts,
-    exchange: Any,
+    transport: Transport,
     x: torch.Tensor,
     scores: torch.Tensor,
     weights: list[torch.Tensor],
@@ -244,19 +245,28 @@ def _forward(
     saves: bool,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
     """The result [T, H] bf16, and the tensors that are saved for the backward."""
-    codes, scale_inv, scores = exchange.dispatch_codes(x, scores)
-    rank, addend = (layer.expert_offset, layer.num_global_experts), None
-    options = layer.activation, layer.layout == "masked", *rank, addend, scale_inv
-    args: tuple[Any, ...] = (codes, exchange.ids, scores, *weights, *options)
-    inputs = ExpertsInputs(*args)
+    codes, scale_inv, scores = transport.dispatch_codes(x, scores)
+    named_weights: dict[str, Any] = dict(zip(WEIGHTS, weights, strict=True))
+    inputs = ExpertsInputs(
+        hidden_states=codes,
+        hidden_states_scale_inv=scale_inv,
+        top_k_index=transport.received_ids,
+        top_k_weights=scores,
+        **named_weights,
+        activation=layer.activation,
+        masked=layer.layout == "masked",
+        expert_offset=layer.expert_offset,
+        num_global_experts=layer.num_global_experts,
+    )
     if not saves:
-        return exchange.experts(inputs, saves=False)[0], ()
-    exchange.keep_choices()
+        return transport.run_experts(inputs, saves=False)[0], ()
+    transport.keep_choices()
     scores, saved_scales = scores.clone(), None
-    y, gate_up = exchange.experts(inputs, saves=True)
+    y, gate_up = transport.run_experts(inputs, saves=True)
+    assert gate_up is not None
     if layer.saved_dtype != torch.bfloat16:
         gate_up, saved_scales = quantize_1x128(gate_up.flatten(0, 1), False)
-    return y, (exchange.ids, scores, gate_up, saved_scales)
+    return y, (transport.received_ids, scores, gate_up, saved_scales)
 
 
 class _FrozenExperts(torch.autograd.Function):
@@ -264,34 +274,43 @@ class _FrozenExperts(torch.autograd.Function):
     def forward(
         ctx: Any,
         layer: GroupedExperts,
-        exchange: Any,
+        transport: Transport,
         backward: _Backward,
         anchor: torch.Tensor,
         x: torch.Tensor,
         scores: torch.Tensor,
         *weights: torch.Tensor,
     ) -> torch.Tensor:
-        y, saved = _forward(layer, exchange, x, scores, list(weights), saves=True)
+        y, saved = _forward(layer, transport, x, scores, list(weights), saves=True)
         ctx.save_for_backward(*saved, *weights)
-        ctx.exchange, ctx.agreement, ctx.dtype = exchange, backward, x.dtype
-        ctx.options = (
-            layer.activation,
-            layer.keep_transposed,
-            layer.expert_offset,
-            layer.num_global_experts,
-        )
+        ctx.transport, ctx.agreement, ctx.dtype = transport, backward, x.dtype
+        ctx.options = {
+            "activation": layer.activation,
+            "keep_transposed": layer.keep_transposed,
+            "expert_offset": layer.expert_offset,
+            "num_global_experts": layer.num_global_experts,
+        }
         return y
 
     @staticmethod
     @first_order
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        exchange, saved = ctx.exchange, ctx.saved_tensors
+        ids, scores, gate_up, gate_up_scale_inv, *weights = ctx.saved_tensors
         needs = ctx.needs_input_grad[6:]
-        grad_weights = ctx.agreement.checked(lambda: no_gradients(grad, _LAYER, needs, saved[4:]))
+        grad_weights = ctx.agreement.checked(lambda: no_gradients(grad, _LAYER, needs, weights))
         ctx.agreement.agree()
-        codes, scale_inv = exchange.dispatch_codes(grad, are_gradients=True)
-        args: tuple[Any, ...] = (codes, *saved, *ctx.options, scale_inv)
-        dx, grad_scores = exchange.experts_backward(ExpertsBackwardInputs(*args))
+        codes, scale_inv = ctx.transport.dispatch_gradient_codes(grad)
+        inputs = ExpertsBackwardInputs(
+            grad=codes,
+            grad_scale_inv=scale_inv,
+            top_k_index=ids,
+            top_k_weights=scores,
+            gate_up=gate_up,
+            gate_up_scale_inv=gate_up_scale_inv,
+            **dict(zip(WEIGHTS, weights, strict=True)),
+            **ctx.options,
+        )
+        dx, grad_scores = ctx.transport.run_experts_backward(inputs)
         return None, None, None, None, dx.to(ctx.dtype), grad_scores, *grad_weights
 
 
@@ -300,7 +319,7 @@ class _FrozenExperts(torch.autograd.Function):
 
 def _any_experts(
     layer: GroupedExperts | LocalExperts,
-    exchange: Any,
+    transport: Transport,
     backward: _Backward,
     x: torch.Tensor,
     scores: torch.Tensor,
@@ -311,46 +330,48 @@ def _any_experts(
     widens = x.dtype == torch.float16 and isinstance(layer, GroupedExperts)
     dtype = torch.float32 if widens else x.dtype
     if token_anchor is None:
-        tokens, came_scores = _dispatch(exchange, x, scores, dtype)
+        tokens, received_scores = _dispatch(transport, x, scores, dtype)
     else:
-        tokens, came_scores = _Dispatch.apply(exchange, backward, token_anchor, x, scores, dtype)
-    exchange.keep_choices()
+        tokens, received_scores = _Dispatch.apply(
+            transport, backward, token_anchor, x, scores, dtype
+        )
+    transport.keep_choices()
     if anchor is not None:  # autograd may leave out `combine`, which checks
-        exchange.check_turn()
-    rows = layer.compute(tokens, exchange.ids, came_scores).bfloat16()
+        transport.check_turn()
+    rows = layer.compute(tokens, transport.received_ids, received_scores).bfloat16()
     if anchor is None:
-        return exchange.combine(rows)
-    y: torch.Tensor = _Combine.apply(exchange, backward, anchor, rows)
+        return transport.combine(rows)
+    y: torch.Tensor = _Combine.apply(transport, backward, anchor, rows)
     return y
 
 
 def _dispatch(
-    exchange: Any, x: torch.Tensor, scores: torch.Tensor, dtype: torch.dtype
+    transport: Transport, x: torch.Tensor, scores: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tokens that came, in `dtype`, and their choices' scores, both in memory of their own."""
-    tokens, came_scores = exchange.dispatch(x, scores)
-    return tokens.to(dtype, copy=True), came_scores.clone()
+    """The received tokens in `dtype`, and their scores, both in memory of their own."""
+    tokens, received_scores = transport.dispatch_tokens(x, scores)
+    return tokens.to(dtype, copy=True), received_scores.clone()
 
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        exchange: Any,
+        transport: Transport,
         backward: _Backward,
         anchor: torch.Tensor,
         x: torch.Tensor,
         scores: torch.Tensor,
         dtype: torch.dtype,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.exchange, ctx.agreement, ctx.dtype = exchange, backward, x.dtype
-        return _dispatch(exchange, x, scores, dtype)
+        ctx.transport, ctx.agreement, ctx.dtype = transport, backward, x.dtype
+        return _dispatch(transport, x, scores, dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dx: torch.Tensor, grad_scores: torch.Tensor) -> tuple[Any, ...]:
         ctx.agreement.agree_on_tokens()
-        summed, grad_scores = ctx.exchange.combine_gradients(dx.bfloat16(), grad_scores)
+        summed, grad_scores = ctx.transport.combine_gradients(dx.bfloat16(), grad_scores)
         return None, None, None, summed.to(ctx.dtype), grad_scores, None
 
 
@@ -358,19 +379,19 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        exchange: Any,
+        transport: Transport,
         backward: _Backward,
         anchor: torch.Tensor,
         rows: torch.Tensor,
     ) -> torch.Tensor:
-        ctx.exchange, ctx.agreement = exchange, backward
-        y: torch.Tensor = exchange.combine(rows)
+        ctx.transport, ctx.agreement = transport, backward
+        y: torch.Tensor = transport.combine(rows)
         return y
 
     @staticmethod
     @first_order
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         ctx.agreement.agree()
-        (grad_rows,) = (x.clone() for x in ctx.exchange.dispatch(grad))
-        ctx.exchange.check_turn()
+        grad_rows = ctx.transport.dispatch(grad).clone()
+        ctx.transport.check_turn()
         return None, None, None, grad_rows

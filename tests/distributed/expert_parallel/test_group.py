@@ -38,7 +38,7 @@ class Gpu:
     def exchange(self, group: Any, stream: Stream, capture: int | None = None) -> list[Stream]:
         """For which streams one waits, in a capture or eagerly."""
         self.stream, self.driver.capture, stream.waited = stream, capture, []
-        group.memory_for(DEVICE, 1, 1)
+        group.peers.memory_for(DEVICE, 1, 1)
         self.driver.capture = None
         return stream.waited
 
@@ -87,18 +87,18 @@ def test_memory_that_a_graph_may_write_is_kept_when_it_grows(gpu, is_captured):
     group = group_of_one()
     gpu.exchange(group, Stream())
     gpu.exchange(group, Stream(), next(CAPTURES) if is_captured else None)
-    old = ref(group.memory.tensor)
-    group.memory_for(DEVICE, MANY, 1)
-    group.memory_for(DEVICE, 2 * MANY, 1)
+    old = ref(group.peers.memory.tensor)
+    group.peers.memory_for(DEVICE, MANY, 1)
+    group.peers.memory_for(DEVICE, 2 * MANY, 1)
     assert (old() is not None) == is_captured
-    assert group.memory.receiving >= 2 * MANY
+    assert group.peers.memory.receiving >= 2 * MANY
 
 
 def test_memory_grows_when_the_gpu_has_read_it(gpu):
     group = group_of_one()
     for num_waits, receiving in enumerate((1, MANY, 2 * MANY), start=1):
-        group.memory_for(DEVICE, receiving, 1)
-        group.memory_for(DEVICE, receiving, 1)
+        group.peers.memory_for(DEVICE, receiving, 1)
+        group.peers.memory_for(DEVICE, receiving, 1)
         assert gpu.num_waits == num_waits
 
 
@@ -107,5 +107,5 @@ def test_memory_does_not_grow_in_a_capture(gpu):
     gpu.exchange(group, Stream())
     gpu.driver.capture = next(CAPTURES)
     with pytest.raises(RuntimeError, match="cannot grow while a CUDA graph is captured; run the"):
-        group.memory_for(DEVICE, MANY, 1)
+        group.peers.memory_for(DEVICE, MANY, 1)
     gpu.exchange(group, Stream(), next(CAPTURES))  # what fits is right
