@@ -411,7 +411,7 @@ class Exchange(NamedTuple):
             are_codes=are_codes,
         )
         for transport in self.transports:
-            yield from transport.kernels(demand.target, traffic)
+            yield from transport.list_kernels(demand.target, traffic)
 
 
 class ExpertsOfRank(NamedTuple):

@@ -23,6 +23,7 @@ from moefp8.precompile.variants import Exchange
 from moefp8.routing.dispatch import dispatch_kernel_of
 from tests.distributed.expert_parallel.local_ranks import LocalAgreement
 from tests.distributed.expert_parallel.peers_cases import HostPeers
+from tests.distributed.expert_parallel.transport_cases import LoopBack
 from tests.precompile.test_precompile import (
     NEEDS_GROUPED_MM_ON_A_CPU,
     IdleDriver,
@@ -196,6 +197,7 @@ def test_it_lists_what_collectives_need(process_group, what, h, dtype):
         ("auto", (PeerTransport, CollectiveTransport)),
         ("peers", (PeerTransport,)),
         ("collective", (CollectiveTransport,)),
+        (LoopBack, (LoopBack,)),
     ],
 )
 def test_what_was_asked_for_is_listed(transport, expected):
@@ -209,7 +211,7 @@ def test_what_was_asked_for_is_listed(transport, expected):
         for kernel in listed(part_of(experts_of("frozen", 256), group), BF16, backward=False)
     }
     assert ("push.cu" in names) == (PeerTransport in expected)
-    assert ("quantize.cu" in names) == (CollectiveTransport in expected)
+    assert ("quantize.cu" in names) == (expected != (PeerTransport,))
 
 
 @pytest.mark.parametrize(("max_tokens", "most"), [(1, 4), (7, 16), (8, 16), (9, 20)])

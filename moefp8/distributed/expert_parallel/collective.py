@@ -48,9 +48,8 @@ class CollectiveTransport(Transport):
         self._token_to_row = to_row.int().to(device)  # [T, P]: rows of what comes back
 
     def dispatch(self, rows: torch.Tensor) -> torch.Tensor:
-        values = rows.view(torch.uint8) if rows.dtype.itemsize == 1 else rows  # FP8 has few ops
-        sent = values.index_select(0, self._tokens)
-        return self._travel(sent, self._num_sent, self._num_received).view(rows.dtype)
+        sent = rows.index_select(0, self._tokens)
+        return self._travel(sent, self._num_sent, self._num_received)
 
     def dispatch_tokens(
         self, x: torch.Tensor, scores: torch.Tensor
@@ -63,8 +62,8 @@ class CollectiveTransport(Transport):
         return sum_rows(back, self._token_to_row, ones)
 
     @classmethod
-    def kernels(cls, target: Target, traffic: Traffic) -> Iterator[Kernel]:
-        yield from super().kernels(target, traffic)
+    def list_kernels(cls, target: Target, traffic: Traffic) -> Iterator[Kernel]:
+        yield from super().list_kernels(target, traffic)
         num_ranks, h = traffic.num_ranks, traffic.hidden_size
         if h % 8 == 0:
             yield from combine_kernels(target, torch.float32, num_ranks, h)

@@ -1,4 +1,4 @@
-"""A layer of a group sends tokens to their experts, which compute, and takes their results back.
+"""What a layer of a group does: send tokens to their experts, compute, take results back.
 
 T tokens of this rank, k choices each, R tokens received, H hidden, I intermediate.
 
@@ -8,7 +8,8 @@ T tokens of this rank, k choices each, R tokens received, H hidden, I intermedia
 3. Each rank sums the outputs of a token's experts there, weighted, in FP32, and rounds to BF16.
 4. The sums go back, and each token's are summed in FP32 in the order of the ranks.
 
-The backward sends the result's gradient; gradients of hidden states and of scores come back.
+The backward sends the result's gradient; gradients of hidden states and of scores come back. Steps
+2 and 4 are those of a `Transport`.
 """
 
 import math
@@ -80,7 +81,7 @@ class ParallelExperts:
         return y
 
     def _with_rows(self, layer: Any, x: torch.Tensor, *others: Any) -> torch.Tensor:
-        """The call, with tokens [T, H]."""
+        """Check the arguments, and make the call with tokens as rows [T, H]."""
         unknown, batch = Call(0, self.number), self.batch
         rows = self.group.agreement.checked(unknown, lambda: self._as_rows(layer, x, *others))
         y = self._call(layer, *rows) if batch is None else self._share(batch, layer, *rows)
@@ -98,7 +99,7 @@ class ParallelExperts:
         calls = self.group.agreement.agree(call)
         if not are_of_one_kind(call.devices):  # the same on all ranks
             _check_device(hidden_states, top_k_index, top_k_weights)
-        asks = _agreed(calls)
+        asks = _asked_gradients(calls)
         transport = self.group.transport_for(calls, top_k_index)
         backward = _Backward(self.group, call)
         scores = top_k_weights.float()
@@ -123,18 +124,29 @@ class ParallelExperts:
             asks = _TOKENS * tokens | _WEIGHTS * weights
         captures = x.is_cuda and torch.cuda.is_current_stream_capturing()
         is_fp8 = not (layer.trainable or layer.runs_in_steps)
-        alike = self.num_experts, x.shape[1], ids.shape[1], *dtype_and_devices(x, ids, scores)
-        return Call(0, self.number, *alike, is_fp8, captures, asks, len(x))
+        dtype, devices = dtype_and_devices(x, ids, scores)
+        return Call(
+            phase=0,
+            layer=self.number,
+            num_experts=self.num_experts,
+            hidden_size=x.shape[1],
+            top_k=ids.shape[1],
+            dtype=dtype,
+            devices=devices,
+            is_fp8=is_fp8,
+            is_captured=captures,
+            asks=asks,
+            num_tokens=len(x),
+        )
 
     def _as_rows(
         self, layer: GroupedExperts | LocalExperts, x: Any, ids: Any, scores: Any, addend: Any
     ) -> tuple[Any, ...]:
-        """The arguments, with hidden states and addend as rows [T, H], after checks."""
+        """Check the arguments, and return them with hidden states and addend as rows [T, H]."""
         named = {"hidden_states": x, "top_k_index": ids, "top_k_weights": scores, "addend": addend}
         for name, value in named.items():
             if not isinstance(value, torch.Tensor) and (name != "addend" or value is not None):
-                came = type(value).__name__
-                raise TypeError(f"{_LAYER}: {name} must be a tensor, got {came}")
+                raise TypeError(f"{_LAYER}: {name} must be a tensor, got {type(value).__name__}")
         if x.ndim not in (0, 2):
             num_tokens = math.prod(x.shape[:-1])
             if addend is not None and addend.shape == x.shape:
@@ -175,27 +187,27 @@ def _check_device(x: torch.Tensor, ids: torch.Tensor, scores: torch.Tensor) -> N
 
 
 class _Backward:
-    """The agreement of a call's backward. call: the forward's."""
+    """How the ranks agree on a call's backward. call: the forward's."""
 
     def __init__(self, group: "ExpertGroup", call: Call) -> None:
         self._group, self._call = group, call
 
     def agree(self) -> None:
-        self._group.agreement.agree(self._as("backward"))
+        self._group.agreement.agree(self._call_of("backward"))
 
     def agree_on_tokens(self) -> None:
         """Agree on the second step of trained experts and adapters: gradients of tokens."""
-        self._group.agreement.agree(self._as("gradients of tokens"))
+        self._group.agreement.agree(self._call_of("gradients of tokens"))
 
     def checked(self, check: Callable[[], T]) -> T:
-        return self._group.agreement.checked(self._as("backward"), check)
+        return self._group.agreement.checked(self._call_of("backward"), check)
 
-    def _as(self, phase: str) -> Call:
+    def _call_of(self, phase: str) -> Call:
         return self._call._replace(phase=PHASES.index(phase), asks=0)
 
 
-def _agreed(calls: list[Call]) -> int:
-    """Bits of what asks for gradients on any rank; if any does, all ranks run the backward."""
+def _asked_gradients(calls: list[Call]) -> int:
+    """Bits of what asks for gradients on any rank; if anything does, all ranks run the backward."""
     asks = 0
     for call in calls:
         asks |= call.asks
@@ -244,7 +256,11 @@ def _forward(
     *,
     saves: bool,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
-    """The result [T, H] bf16, and the tensors that are saved for the backward."""
+    """The result, bf16 [T, H], and the tensors that are saved for the backward.
+
+    These are ids and scores of the received tokens, and their gate and up, in bf16 or as codes with
+    their scales.
+    """
     codes, scale_inv, scores = transport.dispatch_codes(x, scores)
     named_weights: dict[str, Any] = dict(zip(WEIGHTS, weights, strict=True))
     inputs = ExpertsInputs(

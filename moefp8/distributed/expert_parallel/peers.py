@@ -22,12 +22,7 @@ from ...kernels.common.blocks import E4M3, MIN_AMAX, MIN_GRADIENT_AMAX, num_bloc
 from ...kernels.jit import Kernel, current_driver
 from ...kernels.program import Target
 from .agreement import Call
-from .give_back import (
-    COMBINE_AND_GIVE_BACK,
-    CombineAndGiveBack,
-    give_back,
-    give_back_kernels,
-)
+from .give_back import COMBINE_AND_GIVE_BACK, CombineAndGiveBack, give_back, give_back_kernels
 from .peer_memory import Received
 from .push import push, push_kernels
 from .ranks import Member, Sizes
@@ -95,19 +90,18 @@ class PeerTransport(Transport):
     def run_experts(
         self, inputs: ExpertsInputs, *, saves: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The last kernel of the experts returns sums to the ranks, if it can take all slots."""
+        """The last kernel of the experts sends sums to the ranks, if it can take all slots."""
         h = self._sizes.hidden_size
         if h % 8 or not runs_as_a_whole(inputs, saves=saves):
             return super().run_experts(inputs, saves=saves)
         y = self._empty_sum()
-        return y, launch_combining(
-            inputs, self._combine_and_give_back(), self._turn, y, saves=saves
-        )
+        combine = self._combine_and_give_back()
+        return y, launch_combining(inputs, combine, self._turn, y, saves=saves)
 
     def run_experts_backward(
         self, inputs: ExpertsBackwardInputs
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The last kernel returns gradients to the ranks, as that of `run_experts` returns sums."""
+        """The last kernel sends gradients to the ranks, as that of `run_experts` sends sums."""
         h, (num_tokens, top_k) = self._sizes.hidden_size, self._choices.shape
         if h % 8 or not gradients_run_as_a_whole(inputs):
             return super().run_experts_backward(inputs)
@@ -129,7 +123,7 @@ class PeerTransport(Transport):
             torch._assert_async(is_right, f"ExpertParallel: rank {rank} {OVERLAPS}")
 
     @classmethod
-    def kernels(cls, target: Target, traffic: Traffic) -> Iterator[Kernel]:
+    def list_kernels(cls, target: Target, traffic: Traffic) -> Iterator[Kernel]:
         h, are_codes = traffic.hidden_size, traffic.are_codes
         for dtype in traffic.dtypes:
             yield from push_kernels(target, dtype, h, are_codes=are_codes)
@@ -140,16 +134,18 @@ class PeerTransport(Transport):
     def _push(
         self, x: torch.Tensor, scores: torch.Tensor | None, min_amax: float | None
     ) -> list[torch.Tensor]:
+        """Begin a turn: push x, as codes unless `min_amax` is None, and scores unless None.
+
+        Returns the rows of all slots, with codes their scales, and with scores those of all slots.
+        """
         sizes, is_codes = self._sizes, min_amax is not None
         num_slots, h = self._member.num_ranks * sizes.max_tokens, sizes.hidden_size
+        dtype = E4M3 if is_codes else x.dtype
+        if num_slots == 0:  # no rank has a token
+            scales = [x.new_empty(0, num_blocks(h), dtype=torch.float32)] if is_codes else []
+            return [x.new_empty(0, h, dtype=dtype), *scales, *([] if scores is None else [scores])]
         if x.stride(1) != 1 and h > 1:
             x = x.contiguous()
-        if num_slots == 0:  # no rank has a token
-            shapes = [h, *([num_blocks(h)] if is_codes else [])]
-            dtypes = E4M3 if is_codes else x.dtype, torch.float32
-            empty = [x.new_empty(0, n, dtype=z) for n, z in zip(shapes, dtypes, strict=False)]
-            return empty if scores is None else [*empty, scores]
-        dtype = E4M3 if is_codes else x.dtype
         received = Received.of(num_slots, h * dtype.itemsize, h, sizes.top_k)
         memory = self._peers.memory_for(x.device, received.size, self._given_back.size)
         scores = None if scores is None else scores.contiguous()
@@ -175,7 +171,7 @@ class PeerTransport(Transport):
     def _give_back_and_sum(
         self, rows: torch.Tensor, grad_scores: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The sums [T, H] and [T, k] of all ranks' results."""
+        """End the turn: return results to their ranks, and sum [T, H] and [T, k] of all ranks."""
         if self._sizes.max_tokens == 0:
             return rows, grad_scores
         y, summed_scores = self._empty_sum(), None

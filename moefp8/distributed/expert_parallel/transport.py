@@ -40,7 +40,8 @@ class Transport(ABC):
 
     A group of ranks chooses a class for all of its layers (`ExpertParallel(..., transport=)`), and
     each forward makes an instance, which serves that forward and its backward. A transport of your
-    own derives from this class and writes `dispatch` and `combine`; all else has a default.
+    own derives from this class and writes `dispatch` and `combine`; all else has a default. What
+    calls share, such as buffers, the class keeps.
 
     Rank r of P holds the experts [r E // P, (r + 1) E // P), and an id outside of [0, E) is of no
     expert.
@@ -53,9 +54,9 @@ class Transport(ABC):
       dispatches of an instance. Results have the same order.
     - Sums are computed in FP32 and in the order of the ranks, so that no bit depends on timing.
     - On a GPU, all work runs on the current stream.
-    - What a dispatch returns stays until the instance combines or another instance of the group
-      dispatches; layers copy what they need for longer. It may be the argument itself. What
-      combines return is the layer's own.
+    - What it received stays until the instance combines or another instance of the group
+      dispatches; layers copy what they need for longer. What it combined stays for ever: a layer
+      returns it. Both may be the argument itself.
     - Arguments are not written, and are read before the method returns (on a GPU: by work that is
       on the stream by then).
 
@@ -68,8 +69,8 @@ class Transport(ABC):
       codes, call `dispatch_codes`, then `run_experts`, and in the backward
       `dispatch_gradient_codes`, then `run_experts_backward`.
     - Autograd may leave out the second method of each pair, let other calls of the group come
-      between the two, and run a backward again.
-    - Autograd records nothing of what a method does.
+      between the two, run a backward in another thread, and run it again. It records nothing of
+      what a method does.
 
     Attributes:
         group: the ranks: `rank`, `size` (P), `process_group` and `timeout`.
@@ -91,10 +92,9 @@ class Transport(ABC):
     def dispatch(self, rows: torch.Tensor) -> torch.Tensor:
         """Send a row of each token to the ranks of its experts: [T, C] -> [R, C], same dtype.
 
-        The layer's own rows are gradients of results, [T, H] bf16, fp16 or fp32. Defaults dispatch
-        what belongs to tokens row by row: int32 or int64 ids, fp32 scores, e4m3 codes and their
-        fp32 scales. Rows may have any strides. The defaults call `dispatch` two to four times, and
-        use the results together.
+        A layer calls it with gradients of results, bf16 [T, H]. The defaults below call it, two to
+        four times in a row, with tokens [T, H] bf16, fp16 or fp32, their codes as uint8, scales
+        [T, ceil(H/128)] fp32, scores [T, k] fp32, and ids. Rows may have any strides.
         """
 
     @abstractmethod
@@ -119,13 +119,14 @@ class Transport(ABC):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Quantize tokens to 1x128, and dispatch codes, scales [T, ceil(H/128)] and scores."""
         codes, scale_inv = quantize_1x128(x, False)
-        codes, scores = self.dispatch_tokens(codes, scores)
-        return codes, self.dispatch(scale_inv), scores
+        received, scores = self.dispatch_tokens(codes.view(torch.uint8), scores)
+        return received.view(codes.dtype), self.dispatch(scale_inv), scores
 
     def dispatch_gradient_codes(self, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Quantize gradients as `quantize_gradient_1x128`, and dispatch codes and scales."""
         codes, scale_inv = quantize_gradient_1x128(grad)
-        return self.dispatch(codes), self.dispatch(scale_inv)
+        received = self.dispatch(codes.view(torch.uint8))
+        return received.view(codes.dtype), self.dispatch(scale_inv)
 
     def run_experts(
         self, inputs: ExpertsInputs, *, saves: bool
@@ -166,7 +167,7 @@ class Transport(ABC):
         return
 
     @classmethod
-    def kernels(cls, target: Target, traffic: Traffic) -> Iterator[Kernel]:
+    def list_kernels(cls, target: Target, traffic: Traffic) -> Iterator[Kernel]:
         """List the kernels of moefp8 that this transport may launch, for `precompile`."""
         for dtype in traffic.dtypes if traffic.are_codes else ():
             yield from quantize_kernels(target, dtype, traffic.max_tokens, traffic.hidden_size)
