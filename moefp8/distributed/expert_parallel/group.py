@@ -18,7 +18,7 @@ from .transport import Transport
 
 TIMEOUT = timedelta(minutes=5)
 TransportName = Literal["auto", "peers", "collective"]
-# Tokens on GPUs take the first that can serve them.
+# Tokens take the first that can serve them; where all are for GPUs, those on CPUs are collective.
 TRANSPORTS: dict[str, tuple[type[Transport], ...]] = {
     "auto": (PeerTransport, CollectiveTransport),
     "peers": (PeerTransport,),
@@ -127,7 +127,8 @@ class ExpertGroup:
         if isinstance(self.transport, type):
             return self.transport
         if device.type != "cuda":
-            return CollectiveTransport
+            others = [x for x in self.candidates if x is not PeerTransport]
+            return others[0] if others else CollectiveTransport
         if self.candidates[0] is PeerTransport and not self._has_tried_peers:
             self._try_peers(device)
         return self.candidates[0]
