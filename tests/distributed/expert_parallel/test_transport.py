@@ -23,7 +23,8 @@ from tests.distributed.ranks import Ranks, ranks
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch without gloo")
 KINDS = Kind(), Kind(what="trained"), Kind(what="adapted"), Kind(saved_dtype=torch.float8_e4m3fn)
-of_every_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind[3]}-{kind[5]}")
+NAMES = "frozen", "trained", "adapted", "frozen, in codes"
+of_every_kind = pytest.mark.parametrize("kind", KINDS, ids=NAMES)
 
 
 @pytest.fixture
@@ -57,7 +58,7 @@ def test_a_process_that_plays_the_group_gives_the_bits_of_no_group(
 
 @of_every_kind
 @pytest.mark.parametrize("with_gradients", [False, True])
-@pytest.mark.parametrize("sizes", [(5, 3), (0, 4)], ids=str)
+@pytest.mark.parametrize("sizes", [(5, 3), (0, 4)], ids=["few", "none and few"])
 def test_ranks_may_receive_tokens_without_an_expert_there(pair, kind, with_gradients, sizes):
     tokens = draw(kind, sizes, 2, 3)
     came = pair.run(cases.run_over, [(Everywhere, kind, z, with_gradients) for z in tokens])
