@@ -39,7 +39,7 @@ class ExpertParallel(nn.Module):
             group. Results are the same. None: the group's, or "auto" of a new group.
 
     Attributes:
-        experts: this rank's part, which has the exchange. It may be called itself.
+        experts: this rank's part, which sends tokens to the other ranks. It may be called itself.
 
     Raises ValueError if the experts are another rank's part, have adapters, or are fewer than
     ranks; RuntimeError if a rank makes no layer within the timeout.

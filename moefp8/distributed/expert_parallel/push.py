@@ -18,9 +18,11 @@ from .peer_memory import PeerMemory, Received
 from .ranks import ALONE, UNITS, WARP, Member, Sizes, unit_of
 
 _SOURCE = Path(__file__).with_name("push.cu")
-_THREADS, _LANES, _AT_ONCE = 256, 8, 4
+_THREADS = 256  # of a CTA, of which as many as fit run on an SM
+_CTAS_PER_SM = 8
+_LANES = 8  # threads that quantize a block, 16 values each
+_AT_ONCE = 4  # units of a row that a thread has in flight
 assert BLOCK == _LANES * 16
-_CTAS_PER_SM = 8  # as many as fit
 
 
 def push_codes_kernel_of(dtype: torch.dtype, *, vectorized: bool) -> Kernel:
