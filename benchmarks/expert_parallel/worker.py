@@ -162,19 +162,20 @@ def _moves(given: Given) -> tuple[dict[str, Run], dict[str, int]]:
     num_tokens, num_ranks = len(x), given.num_ranks
     number = group.number_layer()
 
-    def exchange(n: int) -> Any:
+    def transport_of(n: int) -> Any:
         sizes = layer.num_experts, layer.hidden_size, layer.top_k
-        return group.exchange([Agreed(0, number, *sizes, num_tokens=n)] * num_ranks, ids[:n])
+        call = Agreed(0, number, *sizes, num_tokens=n)
+        return group.transport_for([call] * num_ranks, ids[:n])
 
     y = torch.zeros(num_ranks * num_tokens, layer.hidden_size, device="cuda", dtype=x.dtype)
 
     def dispatch(n: int) -> None:
-        exchange(n).dispatch_codes(x[:n], scores[:n])
+        transport_of(n).dispatch_codes(x[:n], scores[:n])
 
     def dispatch_and_combine() -> None:
-        moved = exchange(num_tokens)
-        moved.dispatch_codes(x, scores)
-        moved.combine(y)
+        transport = transport_of(num_tokens)
+        transport.dispatch_codes(x, scores)
+        transport.combine(y)
 
     owner = ids // (layer.num_experts // num_ranks)
     others = [r for r in range(num_ranks) if r != given.rank]

@@ -11,11 +11,7 @@ from typing import NamedTuple
 import torch
 
 from ..distributed.expert_parallel.experts import ParallelExperts
-from ..distributed.expert_parallel.peers_launch import (
-    COMBINE_AND_GIVE_BACK,
-    give_back_kernels,
-    push_kernels,
-)
+from ..distributed.expert_parallel.transport import Traffic, Transport
 from ..functional import feed_forward_backward
 from ..functional.activation_rows import activation_rows_backward_kernels, activation_rows_kernels
 from ..functional.expert_configs import Sizes
@@ -388,18 +384,17 @@ class Exchange(NamedTuple):
     """How ranks exchange the tokens of experts.
 
     num_ranks: P. num_sharing: how many ranks share a call's tokens before the exchange.
-    peers, collective: whether tokens may travel this way.
+    transports: those that the group may choose for tokens on GPUs.
     """
 
     num_ranks: int
     num_sharing: int
-    peers: bool
-    collective: bool
+    transports: tuple[type[Transport], ...]
 
     @classmethod
     def of(cls, experts: ParallelExperts) -> "Exchange":
         num_sharing = experts.batch.size if experts.batch else 1
-        return cls(experts.group.size, num_sharing, *experts.group.may_use)
+        return cls(experts.group.size, num_sharing, experts.group.candidates)
 
     def most_sent(self, max_tokens: int) -> int:
         """The most tokens that a rank sends, in calls with up to max_tokens."""
@@ -410,20 +405,17 @@ class Exchange(NamedTuple):
         return self.most_sent(max_tokens) * self.num_ranks
 
     def kernels(self, demand: Demand, hidden_size: int, *, are_codes: bool) -> Iterator[Kernel]:
-        """are_codes: tokens travel as FP8 codes; they may be at any address."""
-        target, h = demand.target, hidden_size
-        travelling = {*demand.dtypes, *([_BF16] if demand.backward else [])}  # BF16 gradients
-        if self.collective and are_codes:
-            for dtype in travelling:
-                yield from demand.quantize(dtype, self.most_sent(demand.max_tokens), h)
-        if self.peers:
-            for dtype in travelling:
-                yield from push_kernels(target, dtype, h, are_codes=are_codes)
-            yield from give_back_kernels(target, h)
-            if are_codes and h % 8 == 0:
-                yield COMBINE_AND_GIVE_BACK
-        if self.collective and h % 8 == 0:
-            yield from combine_kernels(target, torch.float32, self.num_ranks, h)
+        """are_codes: tokens travel as FP8 codes."""
+        gradients = {_BF16} if demand.backward else set()
+        traffic = Traffic(
+            num_ranks=self.num_ranks,
+            hidden_size=hidden_size,
+            max_tokens=self.most_sent(demand.max_tokens),
+            dtypes=demand.dtypes | gradients,
+            are_codes=are_codes,
+        )
+        for transport in self.transports:
+            yield from transport.list_kernels(demand.target, traffic)
 
 
 class ExpertsOfRank(NamedTuple):

@@ -14,14 +14,16 @@ import moefp8
 from moefp8 import GroupedExperts
 from moefp8.adapters import add_lora
 from moefp8.distributed.expert_parallel.agreement import Call
+from moefp8.distributed.expert_parallel.collective import CollectiveTransport
 from moefp8.distributed.expert_parallel.experts import ParallelExperts
 from moefp8.distributed.expert_parallel.group import ExpertGroup
-from moefp8.distributed.expert_parallel.peer_memory import Peers
+from moefp8.distributed.expert_parallel.peers import PeerTransport
 from moefp8.kernels import E4M3, jit
 from moefp8.precompile.variants import Exchange
 from moefp8.routing.dispatch import dispatch_kernel_of
 from tests.distributed.expert_parallel.local_ranks import LocalAgreement
-from tests.distributed.expert_parallel.peers_cases import HostGroup
+from tests.distributed.expert_parallel.peers_cases import HostPeers
+from tests.distributed.expert_parallel.transport_cases import LoopBack
 from tests.precompile.test_precompile import (
     NEEDS_GROUPED_MM_ON_A_CPU,
     IdleDriver,
@@ -47,12 +49,13 @@ class Alike(LocalAgreement):
         return [call] * self.num_ranks
 
 
-class RankOfPeers(HostGroup):
+class RankOfPeers(ExpertGroup):
     """Rank 0 of P."""
 
     def __init__(self, num_ranks: int) -> None:
         agreement: Any = Alike(num_ranks)
-        super().__init__(0, num_ranks, agreement, Peers("", None), transport="peers")
+        peers = HostPeers(agreement)
+        super().__init__(0, num_ranks, agreement, peers, transport=PeerTransport)
 
 
 def part_of(experts: GroupedExperts, group: ExpertGroup) -> nn.Sequential:
@@ -190,19 +193,25 @@ def test_it_lists_what_collectives_need(process_group, what, h, dtype):
 
 @pytest.mark.parametrize(
     ("transport", "expected"),
-    [("auto", (True, True)), ("peers", (True, False)), ("collective", (False, True))],
+    [
+        ("auto", (PeerTransport, CollectiveTransport)),
+        ("peers", (PeerTransport,)),
+        ("collective", (CollectiveTransport,)),
+        (LoopBack, (LoopBack,)),
+    ],
 )
 def test_what_was_asked_for_is_listed(transport, expected):
     nobody: Any = None
     agreement: Any = Alike(2)
     group = ExpertGroup(0, 2, agreement, nobody, transport=transport)
     needed = Exchange.of(ParallelExperts(group, NUM_EXPERTS))
-    assert (needed.num_ranks, needed.peers, needed.collective) == (2, *expected)
+    assert (needed.num_ranks, needed.transports) == (2, expected)
     names = {
         kernel.source.name
         for kernel in listed(part_of(experts_of("frozen", 256), group), BF16, backward=False)
     }
-    assert ("push.cu" in names, "quantize.cu" in names) == expected
+    assert ("push.cu" in names) == (PeerTransport in expected)
+    assert ("quantize.cu" in names) == (expected != (PeerTransport,))
 
 
 @pytest.mark.parametrize(("max_tokens", "most"), [(1, 4), (7, 16), (8, 16), (9, 20)])

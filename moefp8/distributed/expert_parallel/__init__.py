@@ -1,5 +1,6 @@
 """Expert parallelism: each rank holds some experts, and tokens travel to them and back."""
 
 from .module import ExpertParallel, expert_parallel
+from .transport import Transport
 
-__all__ = ["ExpertParallel", "expert_parallel"]
+__all__ = ["ExpertParallel", "Transport", "expert_parallel"]

@@ -1,4 +1,4 @@
-"""A layer of a group sends tokens to their experts, which compute, and takes their results back.
+"""What a layer of a group does: send tokens to their experts, compute, take results back.
 
 T tokens of this rank, k choices each, R tokens received, H hidden, I intermediate.
 
@@ -8,7 +8,8 @@ T tokens of this rank, k choices each, R tokens received, H hidden, I intermedia
 3. Each rank sums the outputs of a token's experts there, weighted, in FP32, and rounds to BF16.
 4. The sums go back, and each token's are summed in FP32 in the order of the ranks.
 
-The backward sends the result's gradient; gradients of hidden states and of scores come back.
+The backward sends the result's gradient; gradients of hidden states and of scores come back. Steps
+2 and 4 are those of a `Transport`.
 """
 
 import math
@@ -19,6 +20,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ...functional.autograd import first_order, no_gradients, records
+from ...functional.expert_biases import empty_bias_gradients
 from ...functional.experts import ExpertsInputs
 from ...functional.experts_backward import ExpertsBackwardInputs
 from ...kernels.common.checks import (
@@ -28,11 +30,12 @@ from ...kernels.common.checks import (
     check_shape,
     check_tensor,
 )
-from ...layers.experts import WEIGHTS, GroupedExperts
+from ...layers.experts import BIASES, WEIGHTS, GroupedExperts
 from ...quant.quantize import quantize_1x128
 from .agreement import PHASES, Call, T, are_of_one_kind, dtype_and_devices
 from .local import LocalExperts
 from .shared_batch import SharedBatch
+from .transport import Transport
 
 if TYPE_CHECKING:
     from .group import ExpertGroup
@@ -79,7 +82,7 @@ class ParallelExperts:
         return y
 
     def _with_rows(self, layer: Any, x: torch.Tensor, *others: Any) -> torch.Tensor:
-        """The call, with tokens [T, H]."""
+        """Check the arguments, and make the call with tokens as rows [T, H]."""
         unknown, batch = Call(0, self.number), self.batch
         rows = self.group.agreement.checked(unknown, lambda: self._as_rows(layer, x, *others))
         y = self._call(layer, *rows) if batch is None else self._share(batch, layer, *rows)
@@ -97,14 +100,14 @@ class ParallelExperts:
         calls = self.group.agreement.agree(call)
         if not are_of_one_kind(call.devices):  # the same on all ranks
             _check_device(hidden_states, top_k_index, top_k_weights)
-        asks = _agreed(calls)
-        exchange = self.group.exchange(calls, top_k_index)
+        asks = _asked_gradients(calls)
+        transport = self.group.transport_for(calls, top_k_index)
         backward = _Backward(self.group, call)
         scores = top_k_weights.float()
         if call.is_fp8 and isinstance(layer, GroupedExperts):
-            y = _frozen_experts(layer, exchange, backward, hidden_states, scores, asks)
+            y = _frozen_experts(layer, transport, backward, hidden_states, scores, asks)
         else:
-            y = _any_experts(layer, exchange, backward, hidden_states, scores, asks)
+            y = _any_experts(layer, transport, backward, hidden_states, scores, asks)
         y = y if addend is None else y + addend
         return y.to(hidden_states.dtype)
 
@@ -122,18 +125,29 @@ class ParallelExperts:
             asks = _TOKENS * tokens | _WEIGHTS * weights
         captures = x.is_cuda and torch.cuda.is_current_stream_capturing()
         is_fp8 = not (layer.trainable or layer.runs_in_steps)
-        alike = self.num_experts, x.shape[1], ids.shape[1], *dtype_and_devices(x, ids, scores)
-        return Call(0, self.number, *alike, is_fp8, captures, asks, len(x))
+        dtype, devices = dtype_and_devices(x, ids, scores)
+        return Call(
+            phase=0,
+            layer=self.number,
+            num_experts=self.num_experts,
+            hidden_size=x.shape[1],
+            top_k=ids.shape[1],
+            dtype=dtype,
+            devices=devices,
+            is_fp8=is_fp8,
+            is_captured=captures,
+            asks=asks,
+            num_tokens=len(x),
+        )
 
     def _as_rows(
         self, layer: GroupedExperts | LocalExperts, x: Any, ids: Any, scores: Any, addend: Any
     ) -> tuple[Any, ...]:
-        """The arguments, with hidden states and addend as rows [T, H], after checks."""
+        """Check the arguments, and return them with hidden states and addend as rows [T, H]."""
         named = {"hidden_states": x, "top_k_index": ids, "top_k_weights": scores, "addend": addend}
         for name, value in named.items():
             if not isinstance(value, torch.Tensor) and (name != "addend" or value is not None):
-                came = type(value).__name__
-                raise TypeError(f"{_LAYER}: {name} must be a tensor, got {came}")
+                raise TypeError(f"{_LAYER}: {name} must be a tensor, got {type(value).__name__}")
         if x.ndim not in (0, 2):
             num_tokens = math.prod(x.shape[:-1])
             if addend is not None and addend.shape == x.shape:
@@ -174,27 +188,27 @@ def _check_device(x: torch.Tensor, ids: torch.Tensor, scores: torch.Tensor) -> N
 
 
 class _Backward:
-    """The agreement of a call's backward. call: the forward's."""
+    """How the ranks agree on a call's backward. call: the forward's."""
 
     def __init__(self, group: "ExpertGroup", call: Call) -> None:
         self._group, self._call = group, call
 
     def agree(self) -> None:
-        self._group.agreement.agree(self._as("backward"))
+        self._group.agreement.agree(self._call_of("backward"))
 
     def agree_on_tokens(self) -> None:
         """Agree on the second step of trained experts and adapters: gradients of tokens."""
-        self._group.agreement.agree(self._as("gradients of tokens"))
+        self._group.agreement.agree(self._call_of("gradients of tokens"))
 
     def checked(self, check: Callable[[], T]) -> T:
-        return self._group.agreement.checked(self._as("backward"), check)
+        return self._group.agreement.checked(self._call_of("backward"), check)
 
-    def _as(self, phase: str) -> Call:
+    def _call_of(self, phase: str) -> Call:
         return self._call._replace(phase=PHASES.index(phase), asks=0)
 
 
-def _agreed(calls: list[Call]) -> int:
-    """Bits of what asks for gradients on any rank; if any does, all ranks run the backward."""
+def _asked_gradients(calls: list[Call]) -> int:
+    """Bits of what asks for gradients on any rank; if anything does, all ranks run the backward."""
     asks = 0
     for call in calls:
         asks |= call.asks
@@ -218,45 +232,58 @@ def _anchor(x: torch.Tensor, asks: int) -> torch.Tensor | None:
 
 def _frozen_experts(
     layer: GroupedExperts,
-    exchange: Any,
+    transport: Transport,
     backward: _Backward,
     x: torch.Tensor,
     scores: torch.Tensor,
     asks: int,
 ) -> torch.Tensor:
-    weights = [layer._look_up(name) for name in WEIGHTS]
+    weights = [layer._look_up(name) for name in (*WEIGHTS, *BIASES)]
     anchor = _anchor(x, asks)
     y: torch.Tensor
     if anchor is None:
-        y, _ = _forward(layer, exchange, x, scores, weights, saves=False)
+        y, _ = _forward(layer, transport, x, scores, weights, saves=False)
     else:
-        y = _FrozenExperts.apply(layer, exchange, backward, anchor, x, scores, *weights)
+        y = _FrozenExperts.apply(layer, transport, backward, anchor, x, scores, *weights)
     return y
 
 
 def _forward(
     layer: GroupedExperts,
-    exchange: Any,
+    transport: Transport,
     x: torch.Tensor,
     scores: torch.Tensor,
     weights: list[torch.Tensor],
     *,
     saves: bool,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
-    """The result [T, H] bf16, and the tensors that are saved for the backward."""
-    codes, scale_inv, scores = exchange.dispatch_codes(x, scores)
-    rank, addend = (layer.expert_offset, layer.num_global_experts), None
-    options = layer.activation, layer.layout == "masked", *rank, addend, scale_inv
-    args: tuple[Any, ...] = (codes, exchange.ids, scores, *weights, *options)
-    inputs = ExpertsInputs(*args)
+    """The result, bf16 [T, H], and the tensors that are saved for the backward.
+
+    These are ids and scores of the received tokens, and their gate and up, in bf16 or as codes with
+    their scales.
+    """
+    codes, scale_inv, scores = transport.dispatch_codes(x, scores)
+    named_weights: dict[str, Any] = dict(zip((*WEIGHTS, *BIASES), weights, strict=True))
+    inputs = ExpertsInputs(
+        hidden_states=codes,
+        hidden_states_scale_inv=scale_inv,
+        top_k_index=transport.received_ids,
+        top_k_weights=scores,
+        **named_weights,
+        activation=layer.activation,
+        masked=layer.layout == "masked",
+        expert_offset=layer.expert_offset,
+        num_global_experts=layer.num_global_experts,
+    )
     if not saves:
-        return exchange.experts(inputs, saves=False)[0], ()
-    exchange.keep_choices()
+        return transport.run_experts(inputs, saves=False)[0], ()
+    transport.keep_choices()
     scores, saved_scales = scores.clone(), None
-    y, gate_up = exchange.experts(inputs, saves=True)
+    y, gate_up = transport.run_experts(inputs, saves=True)
+    assert gate_up is not None
     if layer.saved_dtype != torch.bfloat16:
         gate_up, saved_scales = quantize_1x128(gate_up.flatten(0, 1), False)
-    return y, (exchange.ids, scores, gate_up, saved_scales)
+    return y, (transport.received_ids, scores, gate_up, saved_scales)
 
 
 class _FrozenExperts(torch.autograd.Function):
@@ -264,35 +291,51 @@ class _FrozenExperts(torch.autograd.Function):
     def forward(
         ctx: Any,
         layer: GroupedExperts,
-        exchange: Any,
+        transport: Transport,
         backward: _Backward,
         anchor: torch.Tensor,
         x: torch.Tensor,
         scores: torch.Tensor,
         *weights: torch.Tensor,
     ) -> torch.Tensor:
-        y, saved = _forward(layer, exchange, x, scores, list(weights), saves=True)
+        y, saved = _forward(layer, transport, x, scores, list(weights), saves=True)
         ctx.save_for_backward(*saved, *weights)
-        ctx.exchange, ctx.agreement, ctx.dtype = exchange, backward, x.dtype
-        ctx.options = (
-            layer.activation,
-            layer.keep_transposed,
-            layer.expert_offset,
-            layer.num_global_experts,
-        )
+        ctx.transport, ctx.agreement, ctx.dtype = transport, backward, x.dtype
+        ctx.options = {
+            "activation": layer.activation,
+            "keep_transposed": layer.keep_transposed,
+            "expert_offset": layer.expert_offset,
+            "num_global_experts": layer.num_global_experts,
+        }
         return y
 
     @staticmethod
     @first_order
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        exchange, saved = ctx.exchange, ctx.saved_tensors
-        needs = ctx.needs_input_grad[6:]
-        grad_weights = ctx.agreement.checked(lambda: no_gradients(grad, _LAYER, needs, saved[4:]))
+        ids, scores, gate_up, gate_up_scale_inv, *held = ctx.saved_tensors
+        weights, biases = held[: len(WEIGHTS)], dict(zip(BIASES, held[len(WEIGHTS) :], strict=True))
+        *needs, needs_gate_up, needs_down = ctx.needs_input_grad[6:]
+        grad_weights = ctx.agreement.checked(lambda: no_gradients(grad, _LAYER, needs, weights))
         ctx.agreement.agree()
-        codes, scale_inv = exchange.dispatch_codes(grad, are_gradients=True)
-        args: tuple[Any, ...] = (codes, *saved, None, None, None, *ctx.options, scale_inv)
-        dx, grad_scores = exchange.experts_backward(ExpertsBackwardInputs(*args))
-        return None, None, None, None, dx.to(ctx.dtype), grad_scores, *grad_weights
+        needed = dict(zip(BIASES, (needs_gate_up, needs_down), strict=True))
+        grad_biases = empty_bias_gradients(needed, ids.device, weights[2].shape)
+        codes, scale_inv = ctx.transport.dispatch_gradient_codes(grad)
+        inputs = ExpertsBackwardInputs(
+            grad=codes,
+            grad_scale_inv=scale_inv,
+            top_k_index=ids,
+            top_k_weights=scores,
+            gate_up=gate_up,
+            gate_up_scale_inv=gate_up_scale_inv,
+            **dict(zip(WEIGHTS, weights, strict=True)),
+            down_proj_bias=biases["down_proj_bias"],
+            grad_gate_up_proj_bias=grad_biases["gate_up_proj_bias"],
+            grad_down_proj_bias=grad_biases["down_proj_bias"],
+            **ctx.options,
+        )
+        dx, grad_scores = ctx.transport.run_experts_backward(inputs)
+        made = [None if x is None else x.to(biases[name].dtype) for name, x in grad_biases.items()]
+        return None, None, None, None, dx.to(ctx.dtype), grad_scores, *grad_weights, *made
 
 
 # ---- Any experts: tokens travel in their own dtype ----
@@ -300,7 +343,7 @@ class _FrozenExperts(torch.autograd.Function):
 
 def _any_experts(
     layer: GroupedExperts | LocalExperts,
-    exchange: Any,
+    transport: Transport,
     backward: _Backward,
     x: torch.Tensor,
     scores: torch.Tensor,
@@ -311,46 +354,48 @@ def _any_experts(
     widens = x.dtype == torch.float16 and isinstance(layer, GroupedExperts)
     dtype = torch.float32 if widens else x.dtype
     if token_anchor is None:
-        tokens, came_scores = _dispatch(exchange, x, scores, dtype)
+        tokens, received_scores = _dispatch(transport, x, scores, dtype)
     else:
-        tokens, came_scores = _Dispatch.apply(exchange, backward, token_anchor, x, scores, dtype)
-    exchange.keep_choices()
+        tokens, received_scores = _Dispatch.apply(
+            transport, backward, token_anchor, x, scores, dtype
+        )
+    transport.keep_choices()
     if anchor is not None:  # autograd may leave out `combine`, which checks
-        exchange.check_turn()
-    rows = layer.compute(tokens, exchange.ids, came_scores).bfloat16()
+        transport.check_turn()
+    rows = layer.compute(tokens, transport.received_ids, received_scores).bfloat16()
     if anchor is None:
-        return exchange.combine(rows)
-    y: torch.Tensor = _Combine.apply(exchange, backward, anchor, rows)
+        return transport.combine(rows)
+    y: torch.Tensor = _Combine.apply(transport, backward, anchor, rows)
     return y
 
 
 def _dispatch(
-    exchange: Any, x: torch.Tensor, scores: torch.Tensor, dtype: torch.dtype
+    transport: Transport, x: torch.Tensor, scores: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tokens that came, in `dtype`, and their choices' scores, both in memory of their own."""
-    tokens, came_scores = exchange.dispatch(x, scores)
-    return tokens.to(dtype, copy=True), came_scores.clone()
+    """The received tokens in `dtype`, and their scores, both in memory of their own."""
+    tokens, received_scores = transport.dispatch_tokens(x, scores)
+    return tokens.to(dtype, copy=True), received_scores.clone()
 
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        exchange: Any,
+        transport: Transport,
         backward: _Backward,
         anchor: torch.Tensor,
         x: torch.Tensor,
         scores: torch.Tensor,
         dtype: torch.dtype,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.exchange, ctx.agreement, ctx.dtype = exchange, backward, x.dtype
-        return _dispatch(exchange, x, scores, dtype)
+        ctx.transport, ctx.agreement, ctx.dtype = transport, backward, x.dtype
+        return _dispatch(transport, x, scores, dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dx: torch.Tensor, grad_scores: torch.Tensor) -> tuple[Any, ...]:
         ctx.agreement.agree_on_tokens()
-        summed, grad_scores = ctx.exchange.combine_gradients(dx.bfloat16(), grad_scores)
+        summed, grad_scores = ctx.transport.combine_gradients(dx.bfloat16(), grad_scores)
         return None, None, None, summed.to(ctx.dtype), grad_scores, None
 
 
@@ -358,19 +403,19 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        exchange: Any,
+        transport: Transport,
         backward: _Backward,
         anchor: torch.Tensor,
         rows: torch.Tensor,
     ) -> torch.Tensor:
-        ctx.exchange, ctx.agreement = exchange, backward
-        y: torch.Tensor = exchange.combine(rows)
+        ctx.transport, ctx.agreement = transport, backward
+        y: torch.Tensor = transport.combine(rows)
         return y
 
     @staticmethod
     @first_order
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         ctx.agreement.agree()
-        (grad_rows,) = (x.clone() for x in ctx.exchange.dispatch(grad))
-        ctx.exchange.check_turn()
+        grad_rows = ctx.transport.dispatch(grad).clone()
+        ctx.transport.check_turn()
         return None, None, None, grad_rows

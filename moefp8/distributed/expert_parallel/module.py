@@ -12,7 +12,8 @@ from torch import nn
 from ...layers.experts import PARALLELIZERS, GroupedExperts
 from ..shard import shard
 from .experts import ParallelExperts
-from .group import ExpertGroup, Transport
+from .group import ExpertGroup, TransportName
+from .transport import Transport
 
 
 class ExpertParallel(nn.Module):
@@ -34,10 +35,11 @@ class ExpertParallel(nn.Module):
         timeout: how long a rank waits for the others, for all layers of a group; None: 5 minutes.
         transport: "peers", kernels that write into the memory of other GPUs of the host;
             "collective", `all_to_all_single`; "auto" takes the first where it can, and says so if
-            GPUs cannot. One for all layers of a group. Results are the same.
+            GPUs cannot; or your own, a class derived from `Transport`. One for all layers of a
+            group. Results are the same. None: the group's, or "auto" of a new group.
 
     Attributes:
-        experts: this rank's part, which has the exchange. It may be called itself.
+        experts: this rank's part, which sends tokens to the other ranks. It may be called itself.
 
     Raises ValueError if the experts are another rank's part, have adapters, or are fewer than
     ranks; RuntimeError if a rank makes no layer within the timeout.
@@ -49,7 +51,7 @@ class ExpertParallel(nn.Module):
         mesh: Any,
         *,
         timeout: timedelta | None = None,
-        transport: Transport | None = None,
+        transport: TransportName | type[Transport] | None = None,
     ) -> None:
         super().__init__()
         _check_experts(experts)
@@ -81,7 +83,7 @@ def expert_parallel(
     mesh: Any,
     *,
     timeout: timedelta | None = None,
-    transport: Transport | None = None,
+    transport: TransportName | type[Transport] | None = None,
 ) -> nn.Module:
     """Spread all `GroupedExperts` of a model over the ranks of `mesh`, in place; returns the model.
 
@@ -121,7 +123,7 @@ def _distribute(
     experts: GroupedExperts,
     mesh: Any,
     timeout: timedelta | None = None,
-    transport: Transport | None = None,
+    transport: TransportName | type[Transport] | None = None,
 ) -> None:
     """Keep this rank's part, and let it exchange tokens with the others."""
     group = ExpertGroup.of(mesh, timeout, transport)

@@ -1,24 +1,20 @@
 """Memory of each GPU of a host that all ranks of a group can write, and its layout.
 
-P ranks, M tokens of a rank at most, k choices each, H hidden. It uses
-`torch.distributed._symmetric_memory` (its CUDA backend: peers' memory as plain addresses), which is
-private to PyTorch; only this file imports it.
+P ranks, M tokens of a rank at most, k choices each, H hidden.
 """
 
-import os
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from ...kernels.common.blocks import num_blocks, round_up
 
 MAX_RANKS = 16
 MAX_CHUNKS = 128  # in which results travel
-_ALIGNMENT, _GRANULE = 256, 2 << 20
-_MAY_SHARE = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"  # PyTorch's own, for tests
+GRANULE = 2 << 20  # bytes of which areas are multiples
+_ALIGNMENT = 256
 _NUM_WORDS = 1 + MAX_CHUNKS  # of each rank: one for tokens, one for each chunk of results
 _AREAS = round_up(_NUM_WORDS * MAX_RANKS * 8, _ALIGNMENT)  # where they begin, after the words
 
@@ -104,7 +100,7 @@ class PeerMemory:
         """The areas' sizes to allocate: at least so many bytes, and no smaller than before."""
         least = (0, 0) if old is None else (old.receiving, old.returning)
         asked = max(receiving, least[0]), max(returning, least[1])
-        return round_up(asked[0], _GRANULE), round_up(asked[1], _GRANULE)
+        return round_up(asked[0], GRANULE), round_up(asked[1], GRANULE)
 
     @staticmethod
     def num_bytes(receiving: int, returning: int) -> int:
@@ -132,65 +128,3 @@ class PeerMemory:
         strides = pitch // dtype.itemsize or columns, 1
         begin = everything.storage_offset() + at // dtype.itemsize
         return everything.as_strided((rows, columns), strides, begin)
-
-
-class Peers:
-    """The GPUs of a process group, one of each rank.
-
-    group_name: its name, by which PyTorch finds it. agreement_group: the same ranks, over gloo. The
-    methods are called by all ranks together.
-    """
-
-    def __init__(self, group_name: Any, agreement_group: Any) -> None:
-        self.group_name, self.agreement_group = group_name, agreement_group
-
-    def make(self, device: torch.device, receiving: int, returning: int) -> PeerMemory:
-        """Memory with areas of so many bytes on each rank."""
-        import torch.distributed._symmetric_memory as symmetric
-
-        num_bytes = PeerMemory.num_bytes(receiving, returning)
-        tensor = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
-        handle: Any = symmetric.rendezvous(tensor, self.group_name)
-        tensor.zero_()
-        made = PeerMemory(tensor, handle.buffer_ptrs, receiving, returning)
-        made.handle = handle  # it owns the mapping
-        torch.cuda.synchronize(device)
-        dist.barrier(self.agreement_group)  # no rank signals before all have zeros
-        return made
-
-    def why_not(self, device: torch.device) -> str | None:
-        """Why the GPUs cannot write each other's memory, the same on all; None: they can.
-
-        It allocates some memory to see.
-        """
-        everyone: list[Any] = [None] * dist.get_world_size(self.agreement_group)
-        dist.all_gather_object(everyone, _who(device), group=self.agreement_group)
-        hosts, gpus, kinds, may_share = ({x[i] for x in everyone} for i in range(4))
-        if len(everyone) > MAX_RANKS:
-            return f"there are {len(everyone)} ranks, and at most {MAX_RANKS} can"
-        if len(hosts) > 1:
-            return "they are GPUs of several hosts"
-        if len(gpus) < len(everyone) and may_share != {"1"}:
-            return f"several ranks have one GPU (for tests, {_MAY_SHARE}=1 on all lets them)"
-        if kinds != {(9, 0)}:
-            return f"kernels of ours need Hopper GPUs, and their compute capabilities are {kinds}"
-        problem = None
-        try:
-            self.make(device, _GRANULE, _GRANULE)
-        except Exception as error:  # of the driver, of rights, of what PyTorch was built with
-            problem = f"{type(error).__name__}: {error}"
-        dist.all_gather_object(everyone, problem, group=self.agreement_group)
-        return next((x for x in everyone if x is not None), None)
-
-
-def _who(device: torch.device) -> tuple[str, str, tuple[int, int], str | None]:
-    """(host, GPU, compute capability, whether it may have several ranks)"""
-    host = "one"
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            host = file.read().strip()
-    except OSError:
-        pass
-    properties = torch.cuda.get_device_properties(device)
-    uuid = str(getattr(properties, "uuid", device.index))
-    return host, uuid, torch.cuda.get_device_capability(device), os.environ.get(_MAY_SHARE)

@@ -7,8 +7,11 @@ from weakref import ref
 
 from .agreement import Agreement
 from .peer_memory import PeerMemory
-from .peers import OVERLAPS
 
+OVERLAPS = (  # an assertion of PyTorch's has room for 254 characters
+    "runs two exchanges of a group at once, as when CUDA graphs are replayed on two streams or "
+    "beside an eager call; run them on one stream, or let each wait for the other (wait_stream)"
+)
 _SECONDS_BETWEEN_LOOKS = 0.1
 _IS_ELSEWHERE, _OVERLAPS = 2, 3  # `Failure` in ranks.cuh; 1: it did not come
 

@@ -24,7 +24,8 @@ LONG = timedelta(seconds=2 * PATIENCE_S)
 
 
 class Kind(NamedTuple):
-    """Which experts: E, H, I, and whether they have adapters or are trained."""
+    """Which experts: E, H, I, whether they have adapters or are trained, and whether biases, which
+    then ask for gradients."""
 
     num_experts: int = 6
     hidden_size: int = 200
@@ -32,6 +33,7 @@ class Kind(NamedTuple):
     what: str = "frozen"
     layout: str = "auto"
     saved_dtype: torch.dtype = BF16
+    bias: bool = False
 
 
 class Tokens(NamedTuple):
@@ -61,8 +63,11 @@ def whole(kind: Kind) -> GroupedExperts:
     e, h, i = kind[:3]
     trains = kind.what == "trained"
     options: dict[str, Any] = {"layout": kind.layout, "saved_dtype": kind.saved_dtype}
-    experts = GroupedExperts(e, h, i, trainable=trains, **options)
-    return experts.requires_grad_(trains)
+    experts = GroupedExperts(e, h, i, trainable=trains, bias=kind.bias, **options)
+    experts.requires_grad_(trains)
+    for bias in experts.biases.values():
+        bias.requires_grad_()
+    return experts
 
 
 def adapt(experts: Any, kind: Kind) -> None:

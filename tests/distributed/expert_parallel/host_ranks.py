@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from moefp8.distributed.expert_parallel import peers_launch
+from moefp8.distributed.expert_parallel import give_back, push
+from moefp8.distributed.expert_parallel.give_back import CombineAndGiveBack
 from moefp8.distributed.expert_parallel.peer_memory import (
     MAX_CHUNKS,
     MAX_RANKS,
@@ -18,7 +19,7 @@ from moefp8.distributed.expert_parallel.peer_memory import (
     PeerMemory,
     Received,
 )
-from moefp8.distributed.expert_parallel.peers_launch import CombineAndGiveBack, Member, Sizes
+from moefp8.distributed.expert_parallel.ranks import Member, Sizes
 from moefp8.kernels.program import Place, Word, layouts
 from tests import naive
 from tests.distributed.expert_parallel.peers_cases import GUARD, HostMemories
@@ -166,7 +167,7 @@ class Host:
         def launch(rank: int) -> None:
             given = x[rank], ids[rank], None if scores is None else scores[rank], min_amax
             of = self.memory(rank), self.member(rank), case.sizes, received, self.turn
-            peers_launch.push(*of, *given)
+            push.push(*of, *given)
             for which, begin, end in padding:  # it may hold anything
                 here = slice(GUARD + begin, GUARD + end)
                 self.expected[which][here] = self.memories.bytes_of[which][here]
@@ -202,7 +203,7 @@ class Host:
         def launch(rank: int, out: Any, out_of_choices: Any) -> None:
             scores = None if of_choices is None else of_choices[rank]
             of = self.memory(rank), self.member(rank), self.case.sizes, self.turn
-            peers_launch.give_back(*of, y[rank], ids[rank], scores, out, out_of_choices)
+            give_back.give_back(*of, y[rank], ids[rank], scores, out, out_of_choices)
 
         self._return(y, of_choices, launch)
 

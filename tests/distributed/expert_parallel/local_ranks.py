@@ -9,7 +9,9 @@ import torch
 
 from moefp8.distributed.expert_parallel.agreement import Call
 from moefp8.distributed.expert_parallel.group import ExpertGroup
-from moefp8.distributed.expert_parallel.peer_memory import PeerMemory, Peers
+from moefp8.distributed.expert_parallel.peer_group import PeerGroup
+from moefp8.distributed.expert_parallel.peer_memory import PeerMemory
+from moefp8.distributed.expert_parallel.peers import PeerTransport
 
 T = TypeVar("T")
 
@@ -36,14 +38,11 @@ class LocalAgreement:
         return check()
 
 
-class Alone(Peers):
+class Alone(PeerGroup):
     """The GPU of a rank that has no peers."""
 
-    def __init__(self) -> None:
-        super().__init__("", None)
-
-    def why_not(self, device: torch.device) -> None:
-        return None
+    def __init__(self, agreement: Any) -> None:
+        super().__init__("", agreement)
 
     def make(self, device: torch.device, receiving: int, returning: int) -> PeerMemory:
         """What it holds is poison."""
@@ -55,4 +54,4 @@ class Alone(Peers):
 
 def group_of_one() -> ExpertGroup:
     agreement: Any = LocalAgreement(1, timedelta(seconds=60))
-    return ExpertGroup(0, 1, agreement, Alone())
+    return ExpertGroup(0, 1, agreement, Alone(agreement), transport=PeerTransport)

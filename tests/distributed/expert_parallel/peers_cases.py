@@ -8,18 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from moefp8.distributed.expert_parallel.agreement import Call
-from moefp8.distributed.expert_parallel.group import ExpertGroup
+from moefp8.distributed.expert_parallel.give_back import COMBINE_AND_GIVE_BACK, give_back_kernel_of
 from moefp8.distributed.expert_parallel.peer_memory import PeerMemory
-from moefp8.distributed.expert_parallel.peers import PeerExchange
-from moefp8.distributed.expert_parallel.peers_launch import (
-    COMBINE_AND_GIVE_BACK,
-    give_back_kernel_of,
-    push_codes_kernel_of,
-    push_rows_kernel_of,
-)
+from moefp8.distributed.expert_parallel.push import push_codes_kernel_of, push_rows_kernel_of
 from moefp8.kernels import jit
 from moefp8.kernels.jit import Kernel
+from tests.distributed.expert_parallel.local_ranks import Alone
 from tests.fakes import cuda_on_cpu
 from tests.fakes.emulator import Emulator
 from tests.routing.cases import DTYPES
@@ -85,11 +79,8 @@ def _pinning_nothing() -> Iterator[None]:
         torch.Tensor.pin_memory = real
 
 
-class HostGroup(ExpertGroup):
+class HostPeers(Alone):
     """A rank whose GPU is a CPU, and which knows no other's memory."""
-
-    def exchange(self, calls: list[Call], ids: torch.Tensor) -> PeerExchange:
-        return PeerExchange(self, calls, ids)
 
     def memory_for(self, device: torch.device, receiving: int, returning: int) -> PeerMemory:
         old = self._memory

@@ -47,6 +47,8 @@ KINDS = {
     "adapted": Kind(8, 264, 136, "adapted"),
     "in codes": Kind(8, 256, 128, saved_dtype=torch.float8_e4m3fn),
     "masked": Kind(8, 256, 128, layout="masked"),
+    "biases": Kind(8, 264, 136, bias=True),
+    "trained, biases": Kind(8, 256, 128, "trained", bias=True),
     "like Qwen3": Kind(16, 2048, 768),
 }
 QUICK = "frozen", "trained"

@@ -7,7 +7,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moefp8.distributed.expert_parallel import peers_launch
+from moefp8.distributed.expert_parallel import give_back, push
+from moefp8.distributed.expert_parallel.give_back import (
+    COMBINE_AND_GIVE_BACK,
+    CombineAndGiveBack,
+    Order,
+    give_back_kernel_of,
+    order_of,
+)
 from moefp8.distributed.expert_parallel.peer_memory import (
     MAX_CHUNKS,
     MAX_RANKS,
@@ -15,17 +22,8 @@ from moefp8.distributed.expert_parallel.peer_memory import (
     PeerMemory,
     Received,
 )
-from moefp8.distributed.expert_parallel.peers_launch import (
-    COMBINE_AND_GIVE_BACK,
-    CombineAndGiveBack,
-    Member,
-    Order,
-    Sizes,
-    give_back_kernel_of,
-    order_of,
-    push_codes_kernel_of,
-    push_rows_kernel_of,
-)
+from moefp8.distributed.expert_parallel.push import push_codes_kernel_of, push_rows_kernel_of
+from moefp8.distributed.expert_parallel.ranks import Member, Sizes
 from moefp8.kernels import E4M3, jit, num_blocks
 from moefp8.kernels.jit import compile_kernels
 from moefp8.kernels.program import Place, Word, layouts
@@ -128,14 +126,16 @@ def gpu():
 MEMBER = Member(1, 2, 10**9)
 
 
-def push(x: torch.Tensor, top_k: int = 2, min_amax: float | None = None, most: int = 0) -> None:
+def launch_push(
+    x: torch.Tensor, top_k: int = 2, min_amax: float | None = None, most: int = 0
+) -> None:
     num_tokens, h = x.shape
     of = Sizes(most or max(num_tokens, 1), top_k, 8, h)
     word = 1 if min_amax else x.element_size()
     received = Received.of(2 * of.max_tokens, h * word, h, top_k)
     memory, ids = HostMemories(2, received.size, 0).of[1], torch.zeros(num_tokens, top_k).long()
     scores = torch.zeros(num_tokens, top_k)
-    peers_launch.push(memory, MEMBER, of, received, 5, x, ids, scores, min_amax)
+    push.push(memory, MEMBER, of, received, 5, x, ids, scores, min_amax)
 
 
 # H, pitch and offset in elements of 2 bytes -> (codes are vectorized, bytes of a unit of rows)
@@ -157,8 +157,8 @@ LAYOUTS = {
 def test_as_much_as_all_rows_allow_is_moved_at_once(gpu, layout):
     x = placed(3, layout[0], torch.bfloat16, *layout[1:])
     vectorized, unit = LAYOUTS[layout]
-    push(x, min_amax=1e-4)
-    push(x)
+    launch_push(x, min_amax=1e-4)
+    launch_push(x)
     expected = push_codes_kernel_of(x.dtype, vectorized=vectorized), push_rows_kernel_of(unit)
     assert [made.kernel for made in gpu.launched] == [*expected]
     assert all(made.programmatic for made in gpu.launched)
@@ -166,16 +166,16 @@ def test_as_much_as_all_rows_allow_is_moved_at_once(gpu, layout):
 
 
 def test_the_pitch_of_a_single_row_does_not_count(gpu):
-    push(placed(1, 256, torch.bfloat16, 260, 0), min_amax=1e-4)
+    launch_push(placed(1, 256, torch.bfloat16, 260, 0), min_amax=1e-4)
     assert gpu.launched[0].kernel == push_codes_kernel_of(torch.bfloat16, vectorized=True)
 
 
 def test_rows_of_four_bytes_are_moved_as_they_lie(gpu):
     for h, unit in ((4, 16), (6, 2), (8, 16)):
-        push(placed(3, h, torch.float32, h, 0))
+        launch_push(placed(3, h, torch.float32, h, 0))
         assert gpu.launched[-1].kernel == push_rows_kernel_of(unit)
         assert gpu.launched[-1].arguments.tokens.row_bytes == h * 4
-        push(placed(3, h, torch.float32, h, 0), min_amax=1e-4)
+        launch_push(placed(3, h, torch.float32, h, 0), min_amax=1e-4)
         kernel = push_codes_kernel_of(torch.float32, vectorized=h == 8)
         assert gpu.launched[-1].kernel == kernel
 
@@ -195,8 +195,8 @@ def test_rows_of_four_bytes_are_moved_as_they_lie(gpu):
 )
 def test_ctas_are_as_many_as_there_is_work_for(gpu, num_tokens, h, codes, rows):
     x = placed(num_tokens, h, torch.bfloat16, h, 0)
-    push(x, min_amax=1e-4, most=5000)
-    push(x, most=5000)
+    launch_push(x, min_amax=1e-4, most=5000)
+    launch_push(x, most=5000)
     assert [(made.grid, made.block) for made in gpu.launched] == [(codes, 256), (rows, 256)]
 
 
@@ -220,7 +220,7 @@ def test_results_go_back_by_items(gpu, most, h, offset, unit):
     memory, ids = HostMemories(2, 0, back.size).of[1], torch.zeros(2 * most, 2).int()
     y = placed(2 * most, h, torch.bfloat16, h, offset)
     out = torch.empty(most, h, dtype=torch.bfloat16)
-    peers_launch.give_back(memory, MEMBER, of, 5, y, ids, None, out, None)
+    give_back.give_back(memory, MEMBER, of, 5, y, ids, None, out, None)
     (one,) = gpu.launched
     grid = grid_of(one.arguments.order, 30)  # three of each SM
     assert (one.kernel, one.grid, one.block) == (give_back_kernel_of(unit), grid, 288)

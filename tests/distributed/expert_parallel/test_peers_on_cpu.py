@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moefp8.distributed.expert_parallel import peers_launch
+from moefp8.distributed.expert_parallel import give_back, push
 from moefp8.kernels import jit
 from tests import naive
 from tests.distributed.expert_parallel.host_ranks import BF16, SIGNATURE, Case, Host
@@ -32,7 +32,7 @@ def gpu(functions):
 @pytest.fixture
 def _small_chunks(monkeypatch):
     """Few tokens are several chunks: a byte takes long here."""
-    monkeypatch.setattr(peers_launch, "_CHUNK_BYTES", 1 << 17)
+    monkeypatch.setattr(give_back, "_CHUNK_BYTES", 1 << 17)
 
 
 # ---- Inputs ----
@@ -215,12 +215,12 @@ def test_what_is_wrong_is_written_down(word, told, error):
     member, memory = host.member(0), host.memory(0)
     if word == 0:
         given = tokens_of(case)[0], ids_of(case)[0], scores_of(case)[0], 1e-4
-        peers_launch.push(memory, member, case.sizes, host.received, SIGNATURE, *given)
+        push.push(memory, member, case.sizes, host.received, SIGNATURE, *given)
     else:
         y, of_choices = (z[0] for z in results_of(case))
         out = torch.empty(case.tokens[0], case.hidden_size, dtype=BF16)
         sums = out, torch.empty(case.tokens[0], case.top_k)
         given = y, host.slot_ids(0).clone(), of_choices, *sums
-        peers_launch.give_back(memory, member, case.sizes, SIGNATURE, *given)
+        give_back.give_back(memory, member, case.sizes, SIGNATURE, *given)
     assert memory.error.tolist() == error
     assert host.words(1)[word, 0].item() == 1 << 32 | SIGNATURE

@@ -21,7 +21,7 @@ from moefp8.kernels.gemm.tuned import ANY_TARGET
 from moefp8.precompile.variants import Demand, Exchange
 from moefp8.routing.plan import plan_kernel_of
 from tests.distributed.expert_parallel.local_ranks import group_of_one
-from tests.distributed.expert_parallel.peers_cases import GIVE_BACK, PUSH, HostGroup, build
+from tests.distributed.expert_parallel.peers_cases import GIVE_BACK, PUSH, HostPeers, build
 from tests.fakes import cuda_on_cpu
 from tests.fakes.emulator import FakeDriver
 from tests.kernels.sanitizer import ranks
@@ -52,7 +52,7 @@ def gpu(functions, monkeypatch) -> Iterator[FakeDriver]:
     """A GPU whose memory is that of the CPU."""
     monkeypatch.setattr(torch.Tensor, "cuda", lambda x: x)
     monkeypatch.setattr(nn.Module, "cuda", lambda x: x)
-    monkeypatch.setattr("tests.distributed.expert_parallel.local_ranks.ExpertGroup", HostGroup)
+    monkeypatch.setattr("tests.distributed.expert_parallel.local_ranks.Alone", HostPeers)
     with jit.using(FakeDriver(library=WithExchange(functions))) as driver:
         yield driver
 
@@ -149,11 +149,11 @@ def test_gradients_are_right_whatever_autograd_leaves_out(gpu, way, asks):
         found = [gradients(WAYS[way], ASKS[asks], z) for z in (blocks, alone)]
         for ours, theirs in zip(*found, strict=True):
             assert (ours - theirs).norm() <= 2**-7 * theirs.norm()
-    assert group.memory.error.tolist() == [0] * 4
+    assert group.peers.memory.error.tolist() == [0] * 4
     with torch.no_grad():
         x = torch.randn(T, H)
         assert (plain(blocks, x) - plain(alone, x)).norm() <= 2**-7 * plain(alone, x).norm()
-    pushed, given_back, *_ = group.memory.state.tolist()
+    pushed, given_back, *_ = group.peers.memory.state.tolist()
     assert pushed == given_back
 
 
@@ -175,7 +175,7 @@ def test_turns_that_graphs_hold_are_told_apart(gpu):
     block = Block(ParallelExperts(group, E), 0)
     for gpu.capture in (None, None, 1, 1, 2):
         block(x)
-        turns.append(group.memory.state[2].item())
+        turns.append(group.peers.memory.state[2].item())
     assert turns[0] == turns[1]
     assert len(set(turns)) == 4
     assert len({turn % 2**32 for turn in turns}) == 1  # all ranks are at one layer
@@ -184,9 +184,9 @@ def test_turns_that_graphs_hold_are_told_apart(gpu):
 def test_a_backward_meets_no_forward(gpu):
     group, x = group_of_one(), torch.randn(T, H, requires_grad=True)
     y = Block(ParallelExperts(group, E), 0)(x)
-    forward = group.memory.turn.item()
+    forward = group.peers.memory.turn.item()
     y.sum().backward()
-    assert group.memory.turn.item() != forward
+    assert group.peers.memory.turn.item() != forward
 
 
 class AnotherBegins(TorchDispatchMode):
@@ -198,7 +198,7 @@ class AnotherBegins(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.aten.clone.default and args[0].dtype == self.dtype:
-            self.group.memory.turn.add_(1)
+            self.group.peers.memory.turn.add_(1)
         return func(*args, **kwargs or {})
 
 
@@ -230,10 +230,10 @@ def test_what_is_pushed_again_runs_kernels_that_are_precompiled(gpu, num_tokens)
     one, other = (ParallelExperts(group, E) for _ in range(2))
     demand = Demand(2, frozenset([torch.bfloat16]), ANY_TARGET.configs, backward=True)
     needed = Exchange.of(one).kernels(demand, size, are_codes=False)
-    exchange = group.exchange([Call(0, 0, E, size, K, num_tokens=num_tokens)], ids)
-    exchange.dispatch(x.detach(), scores)
+    transport = group.transport_for([Call(0, 0, E, size, K, num_tokens=num_tokens)], ids)
+    transport.dispatch_tokens(x.detach(), scores)
     other(layer, x, ids, scores, None)
-    exchange.combine(torch.zeros(num_tokens, size, dtype=torch.bfloat16))
+    transport.combine(torch.zeros(num_tokens, size, dtype=torch.bfloat16))
     launched = {made.kernel for made in gpu.launched if made.kernel.source == PUSH[0].source}
     assert launched <= {*needed}
 
@@ -250,4 +250,4 @@ def test_an_exchange_that_an_exception_ends(gpu):
         with pytest.raises(torch.OutOfMemoryError):
             block.parallel(LocalExperts(H, 0, E, fails), x, block.ids, block.scores, None)
         assert (block(x) - alone(x)).norm() <= 2**-7 * alone(x).norm()
-    assert group.memory.error.tolist() == [0] * 4
+    assert group.peers.memory.error.tolist() == [0] * 4

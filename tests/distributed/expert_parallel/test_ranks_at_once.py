@@ -14,17 +14,15 @@ from typing import Any
 import pytest
 import torch
 
-from moefp8.distributed.expert_parallel import peers_launch
-from moefp8.distributed.expert_parallel.peer_memory import MAX_RANKS, GivenBack, Received
-from moefp8.distributed.expert_parallel.peers_launch import (
+from moefp8.distributed.expert_parallel import give_back, push
+from moefp8.distributed.expert_parallel.give_back import (
     COMBINE_AND_GIVE_BACK,
     CombineAndGiveBack,
-    Member,
-    Sizes,
     give_back_kernel_of,
-    push_codes_kernel_of,
-    push_rows_kernel_of,
 )
+from moefp8.distributed.expert_parallel.peer_memory import MAX_RANKS, GivenBack, Received
+from moefp8.distributed.expert_parallel.push import push_codes_kernel_of, push_rows_kernel_of
+from moefp8.distributed.expert_parallel.ranks import Member, Sizes
 from moefp8.kernels import jit
 from tests import naive
 from tests.distributed.expert_parallel import peers_cases
@@ -57,7 +55,7 @@ def gpus(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch):
-    monkeypatch.setattr(peers_launch, "_CHUNK_BYTES", 1 << 17)
+    monkeypatch.setattr(give_back, "_CHUNK_BYTES", 1 << 17)
 
 
 def recorded(launch: Callable[..., Any], *given: Any) -> Any:
@@ -106,7 +104,7 @@ def test_ranks_wait_for_each_other_alone(gpus, num_ranks, combines):
         for rank, memory in enumerate(memories):
             member, at = Member(rank, num_ranks, NEVER), memory.receiving_at
             given = x[rank], ids[rank], scores[rank], 1e-4
-            pushed = recorded(peers_launch.push, memory, member, of, received, number, *given)
+            pushed = recorded(push.push, memory, member, of, received, number, *given)
             out = torch.empty(call[rank], H, dtype=BF16)
             slot_ids = memory.view(at + received.ids, (num_slots, K), torch.int32)
             slot_scores = memory.view(at + received.scores, (num_slots, K), torch.float32)
@@ -116,7 +114,7 @@ def test_ranks_wait_for_each_other_alone(gpus, num_ranks, combines):
                 given_back = recorded(combine, CombineAndGiveBack(member, of, *areas), *back)
             else:
                 back = y[rank], slot_ids, None, out, None
-                given_back = recorded(peers_launch.give_back, memory, member, of, number, *back)
+                given_back = recorded(give_back.give_back, memory, member, of, number, *back)
             launches[rank] += [pushed, given_back]
             parts = []
             for r in range(num_ranks):
@@ -177,7 +175,7 @@ class Turn:
     def _push(self, rank: int, min_amax: float | None) -> Any:
         given = self.x[rank], self.ids, self.scores, min_amax
         of = self.memories[rank], self.members[rank], self.sizes, self.received, self.number
-        return recorded(peers_launch.push, *of, *given)
+        return recorded(push.push, *of, *given)
 
     def came(self, rank: int) -> torch.Tensor:
         """A copy of the rows that the rank has received."""
@@ -193,7 +191,7 @@ class Turn:
         ids = self.ids.int().repeat(len(self.memories), 1)
         self.kept.append((y, ids, out))
         of = self.memories[rank], member, self.sizes, self.number
-        return recorded(peers_launch.give_back, *of, y, ids, None, out, None), out
+        return recorded(give_back.give_back, *of, y, ids, None, out, None), out
 
 
 def memories_of(num_ranks: int, num_tokens: int) -> list[Any]:

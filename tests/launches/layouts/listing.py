@@ -18,7 +18,7 @@ from tests.launches.layouts.draw import (
     Model,
     layouts,
 )
-from tests.launches.layouts.ranks import Group
+from tests.launches.layouts.ranks import group_of
 from tests.launches.layouts.routing import choice
 
 MOST_TOKENS = 1, 64, 512, 1024, 4096
@@ -66,7 +66,7 @@ def share(draw: Draw, layer: GroupedExperts, model: Model) -> None:
     from moefp8.distributed.expert_parallel.experts import ParallelExperts
 
     num_ranks = draw.among((2, 8), "P")
-    layer.parallel = ParallelExperts(Group(draw, 0, [1] * num_ranks), model.num_experts)
+    layer.parallel = ParallelExperts(group_of(draw, 0, [1] * num_ranks), model.num_experts)
     layer.num_global_experts = model.num_experts * num_ranks
 
 

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from moefp8.distributed.expert_parallel.agreement import Call
 from moefp8.distributed.expert_parallel.experts import ParallelExperts
 from moefp8.distributed.expert_parallel.group import ExpertGroup
-from moefp8.distributed.expert_parallel.peer_memory import PeerMemory, Peers
-from moefp8.distributed.expert_parallel.peers import PeerExchange
+from moefp8.distributed.expert_parallel.peer_group import PeerGroup
+from moefp8.distributed.expert_parallel.peer_memory import PeerMemory
+from moefp8.distributed.expert_parallel.peers import PeerTransport
 from tests.launches.layouts.draw import (
     BF16,
     DTYPES,
@@ -29,24 +29,12 @@ from tests.launches.layouts.experts import layer_of, steps
 from tests.launches.layouts.linears import adapt, train
 
 
-class Group(ExpertGroup):
-    """One rank of P. The others' memory is at addresses that nothing here uses.
+class Peers(PeerGroup):
+    """The GPU of one rank of P. The others' memory is at addresses that nothing here uses."""
 
-    num_tokens: those of each rank.
-    """
-
-    def __init__(self, draw: Draw, rank: int, num_tokens: list[int]) -> None:
-        agreement: Any = SimpleNamespace(
-            timeout=timedelta(minutes=5),
-            ranks=[*range(len(num_tokens))],
-            agree=lambda call: [call._replace(num_tokens=n) for n in num_tokens],
-            checked=lambda failed, check: check(),
-        )
-        super().__init__(rank, len(num_tokens), agreement, Peers("", None), transport="peers")
-        self._draw = draw
-
-    def exchange(self, calls: list[Call], ids: torch.Tensor) -> PeerExchange:
-        return PeerExchange(self, calls, ids)
+    def __init__(self, draw: Draw, agreement: Any) -> None:
+        super().__init__("", agreement)
+        self._draw, self._num_ranks = draw, len(agreement.ranks)
 
     def memory_for(self, device: torch.device, receiving: int, returning: int) -> PeerMemory:
         old = self._memory
@@ -54,9 +42,21 @@ class Group(ExpertGroup):
             areas = PeerMemory.sizes(receiving, returning, old)
             size = PeerMemory.num_bytes(*areas)
             memory = torch.empty(size, dtype=torch.uint8, device=device)
-            self._memory = PeerMemory(memory, [0] * self.size, *areas)
+            self._memory = PeerMemory(memory, [0] * self._num_ranks, *areas)
             self._draw.inputs |= {"peers": memory, "state": self._memory.state}
         return self.memory
+
+
+def group_of(draw: Draw, rank: int, num_tokens: list[int]) -> ExpertGroup:
+    """The group of a rank; num_tokens: those of each rank."""
+    agreement: Any = SimpleNamespace(
+        timeout=timedelta(minutes=5),
+        ranks=[*range(len(num_tokens))],
+        agree=lambda call: [call._replace(num_tokens=n) for n in num_tokens],
+        checked=lambda failed, check: check(),
+    )
+    peers = Peers(draw, agreement)
+    return ExpertGroup(rank, len(num_tokens), agreement, peers, transport=PeerTransport)
 
 
 def on_ranks(draw: Draw, layer: nn.Module, model: Model, rank: int, num_ranks: int) -> int:
@@ -67,7 +67,7 @@ def on_ranks(draw: Draw, layer: nn.Module, model: Model, rank: int, num_ranks: i
         others = [own] * num_ranks
     others[rank] = own
     draw.note(f"others={max(others)}")
-    layer.parallel = ParallelExperts(Group(draw, rank, others), model.num_experts)
+    layer.parallel = ParallelExperts(group_of(draw, rank, others), model.num_experts)
     return own
 
 

@@ -123,6 +123,26 @@ def experts_alone(device: str) -> Any:
         return outcomes, copy.deepcopy(layer.state_dict())
 
 
+@case
+def own_transport(device: str) -> Any:
+    class LoopBack(moefp8.distributed.Transport):
+        def dispatch(self, rows: torch.Tensor) -> torch.Tensor:
+            return rows
+
+        def combine(self, rows: torch.Tensor) -> torch.Tensor:
+            return rows
+
+    x, (ids, scores) = randn(7, 136, device=device), choices(7, 2, 5, device)
+    with single_group(device) as mesh:
+        experts = moefp8.GroupedExperts(5, 136, 72, device=device)
+        layer = ExpertParallel(experts, mesh, transport=LoopBack)
+        outcome = step(layer, x, ids, scores)
+    alone: Any = None
+    transport = LoopBack(group=alone, calls=[], ids=ids)
+    incomplete = attempt(lambda: moefp8.distributed.Transport(group=alone, calls=[], ids=ids))
+    return outcome, transport.combine(rows=transport.dispatch(rows=x)), incomplete
+
+
 @long_case
 def experts_on_two_ranks(device: str) -> Any:
     """Each has its own number of tokens; on one GPU, they share it."""
