@@ -145,7 +145,8 @@ def _write_empty_sums(call: GemmCall) -> None:
         return
     row = torch.arange(d.shape[-2], device=d.device, dtype=torch.int32)
     if call.group_layout == GroupLayout.MASKED:
-        d.masked_fill_((row < bounds[:, None])[..., None], 0)
+        rows = row < bounds[:, None]
+        d.masked_fill_(rows[..., None], 0)
         return
     group = bounds  # of each row
     if call.group_layout == GroupLayout.OFFSETS:

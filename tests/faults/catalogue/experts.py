@@ -2,6 +2,7 @@
 
 from ..fault import Fault
 
+_BIASES = "tests/functional/experts/test_biases.py::"
 _LAUNCH = "tests/functional/experts/test_launch.py::"
 _BACKWARD = "tests/functional/experts/test_backward_launch.py::"
 
@@ -31,8 +32,8 @@ FAULTS = [
     ),
     Fault(
         file="functional/experts_records.py",
-        old="GateUp(weights.up, activation, activated.scale_inv, saved)",
-        new="GateUp(weights.up, SWIGLU, activated.scale_inv, saved)",
+        old="GateUp(weights.up, activation, activated.scale_inv, saved, weights.up_bias)",
+        new="GateUp(weights.up, SWIGLU, activated.scale_inv, saved, weights.up_bias)",
         caught_by=_LAUNCH
         + "test_any_dtype_and_strides[id_dtype0-weights_dtype0-dtype0-activation1-False]",
         why="a GPU neither clamps gate and up nor takes another activation than SwiGLU",
@@ -51,7 +52,28 @@ FAULTS = [
         caught_by="tests/functional/experts/test_experts.py::test_ranks_sum_up_to_the_whole[False]",
         why="each rank computes with the ids of the first one on a CPU",
     ),
+    Fault(
+        file="functional/expert_parts.py",
+        old="up = gate + gate_up_bias.shape[1] // 2 * gate_up_bias.itemsize",
+        new="up = gate + gate_up_bias.shape[1] * gate_up_bias.itemsize",
+        caught_by=_BIASES + "test_launches_compute_what_the_body_does[some for each-frozen]",
+        why="the bias of up is that of the next expert's gate",
+    ),
     # ---- Backward ----
+    Fault(
+        file="functional/experts_records.py",
+        old='        weight_of_row = r.buffer("weight_of_row", 4 * num_rows)\n',
+        new="        pass\n",
+        caught_by=_BIASES + "test_launches_compute_what_the_body_does[some for each-frozen]",
+        why="the gradient of the bias of down lacks the scores",
+    ),
+    Fault(
+        file="functional/expert_biases.py",
+        old="    if biases.down is not None:\n",
+        new="    if biases.grad_down is not None:\n",
+        caught_by=_BIASES + "test_the_bias_of_down_counts_for_scores",
+        why="gradients of scores lack a frozen bias of down",
+    ),
     Fault(
         file="functional/experts_records.py",
         old="        expert_offset=expert_offset,\n        min_amax=MIN_GRADIENT_AMAX,\n",

@@ -61,7 +61,8 @@ def call_of(
 def results_of(layer: torch.nn.Module, call: Call) -> dict[str, torch.Tensor]:
     """The result and all gradients but those of weights, by name."""
     x, scores = (z.detach().clone().requires_grad_() for z in (call.x, call.scores))
-    biases = {name: z for name, z in layer.named_parameters() if name.endswith("_bias")}
+    named = layer.named_parameters()
+    biases = {name: z for name, z in named if name.endswith("_bias") and z.requires_grad}
     y = layer(x, call.ids, scores)
     inputs = {"x": x, "scores": scores, **biases}
     gradients = torch.autograd.grad(y, list(inputs.values()), call.grad.to(y.dtype))

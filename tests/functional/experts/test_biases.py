@@ -64,3 +64,12 @@ def test_zeros_change_no_bit(form):
         bias.data.zero_()
     found, right = results_of(layer, call), results_of(without, call)
     assert all(torch.equal(found[name], x) for name, x in right.items())
+
+
+def test_the_bias_of_down_counts_for_scores():
+    """Also where no bias asks for a gradient."""
+    sizes = SHAPES["few"]
+    layer, call = layer_of(*sizes[2:]).requires_grad_(False), call_of(sizes)
+    right = results_of(layer, call)
+    with emulated():
+        assert_near(results_of(layer, call), right, call, 0.02)

@@ -120,6 +120,26 @@ def activations(device: str) -> Any:
 
 
 @case
+def biases(device: str) -> Any:
+    outcomes = {}
+    for trainable in (False, True):
+        experts = GroupedExperts(E, H, I, device=device, trainable=trainable, bias=True)
+        for bias in experts.biases.values():
+            bias.requires_grad_()
+        plain = experts.to_plain()
+        outcomes[trainable] = step(experts, *_tokens(device)), step(plain, *_tokens(device))
+    gate_up, down = randn(E, 2 * I, H, device=device), randn(E, H, I, device=device)
+    of_weights = GroupedExperts.from_weights(
+        gate_up,
+        down,
+        gate_up_proj_bias=randn(E, 2 * I, device=device),
+        down_proj_bias=randn(E, H, device=device),
+    )
+    plain = PlainExperts(E, H, I, device=device, bias=True)
+    return outcomes, of_weights(*_tokens(device)), plain(*_tokens(device))
+
+
+@case
 def from_weights(device: str) -> Any:
     gate_up, down = randn(E, 2 * I, H, device=device), randn(E, H, I, device=device)
     made = [

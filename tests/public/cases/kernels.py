@@ -65,6 +65,16 @@ def contiguous(device: str) -> Any:
 
 
 @case
+def group_bias(device: str) -> Any:
+    a, b = randn(158, 200, device=device), randn(2, 136, 200, device=device)
+    a, b = quantize_1x128(a), quantize_128x128(b)
+    d, bias = nan(158, 136, device=device), randn(2, 136, device=device)
+    offsets = torch.tensor([0, 5, 158], dtype=torch.int32, device=device)
+    kernels.m_grouped_fp8_gemm_nt_contiguous(a, b, d, expert_offsets=offsets, bias=bias)
+    return d
+
+
+@case
 def padding(device: str) -> Any:
     x = quantize_1x128(randn(158, 200, device=device))
     b = quantize_128x128(randn(2, 136, 200, device=device))
