@@ -23,7 +23,7 @@ from moefp8.kernels.gemm import launch as gemm_launch
 from moefp8.kernels.gemm import operands as gemm_operands
 from moefp8.kernels.gemm.call import prepare_dense
 from moefp8.kernels.gemm.config import GemmConfig
-from moefp8.kernels.gemm.tuned import ConfigSource
+from moefp8.kernels.targets import hopper
 
 RESULTS = Path(__file__).parent / "results" / "gemm_configs.json"
 M = (1, 16, 64, 128, 512, 4096)
@@ -71,7 +71,7 @@ def call_of(config: GemmConfig, operands: Operands) -> Call:
     d, num_sms = operands.x.new_empty(operands.x.shape[0], operands.w.shape[0]), get_num_sms()
     given = gemm_operands.Operands(*operands.a, *operands.b, d)
     matrices = gemm_operands.fitting_operands(given, False, keep_d=False)
-    launch = prepare_dense(config, matrices, ConfigSource(num_sms, num_sms))
+    launch = prepare_dense(config, matrices, hopper(num_sms))
 
     def run() -> torch.Tensor:
         launch.on(d.get_device(), tuple(x.data_ptr() for x in matrices))
@@ -109,7 +109,7 @@ def main() -> None:
     torch.manual_seed(0)
     cases = [Case(m, n, k) for m in M for n, k in N_K]
     kernels = {gemm_launch.kernel_of(c, None) for case in cases for c in possible(case)}
-    jit.compile_kernels(list(kernels))
+    jit.compile_kernels(list(kernels), "sm_90a")
     rows = [measure(case) for case in cases]
     ratios = [row["chosen"]["us"] / row["best"]["us"] for row in rows]  # type: ignore[index]
     summary = {"geomean": geomean(ratios), "worst": max(ratios), "kernels": len(kernels)}

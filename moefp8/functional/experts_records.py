@@ -30,7 +30,6 @@ from ..kernels.common.activation import SWIGLU, Activation
 from ..kernels.common.blocks import BLOCK, MIN_GRADIENT_AMAX, round_up
 from ..kernels.gemm.config import GemmConfig
 from ..kernels.gemm.launch import GateUp
-from ..kernels.gemm.tuned import ANY_TARGET
 from ..kernels.jit import Kernel
 from ..kernels.program import (
     Codes,
@@ -42,6 +41,7 @@ from ..kernels.program import (
     Word,
     kernels_of,
 )
+from ..kernels.targets import ANY_TARGET
 from ..routing.combine import describe_combine
 from ..routing.dispatch import Dispatched, describe_dispatch
 from .activation import describe_activation_backward

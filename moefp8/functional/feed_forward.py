@@ -18,13 +18,12 @@ from ..kernels.common.checks import (
     check_tensor,
 )
 from ..kernels.common.prepared import Launches, layout_of, prepared
-from ..kernels.common.registry import register_inputs
 from ..kernels.common.tma_operands import fits, fitting, with_strides_of
 from ..kernels.gemm.config import GroupLayout
 from ..kernels.gemm.dense import block_scaled_matmul
 from ..kernels.gemm.launch import GateUp, GroupsOfTokens, describe_gemm
 from ..kernels.gemm.operands import check_sizes
-from ..kernels.gemm.tuned import dense_config, target_of
+from ..kernels.gemm.tuned import dense_config
 from ..kernels.jit import Kernel, current_driver
 from ..kernels.program import (
     Codes,
@@ -36,6 +35,8 @@ from ..kernels.program import (
     kernels_at_any_address,
     prepare_launches,
 )
+from ..kernels.registry import register_inputs
+from ..kernels.targets import target_of
 from ..quant.numerics import quantize_1x128
 from ..quant.quantize import describe_quantize
 from .activation import activate, empty_gate_up
@@ -263,7 +264,7 @@ def feed_forward_kernels(
 
 
 feed_forward = register_inputs(
-    _OP, FeedForwardInputs, "Tensor", cpu=_body, fake=_allocate, hopper=_launch
+    _OP, FeedForwardInputs, "Tensor", reference=_body, fake=_allocate, kernels=_launch
 )
 """`FeedForwardInputs` -> bf16 [T, H]. Raises TypeError, ValueError, naming the argument, the rule
 and the value."""
@@ -298,9 +299,9 @@ feed_forward_saving = register_inputs(
     "feed_forward_saving",
     FeedForwardInputs,
     "(Tensor, Tensor)",
-    cpu=_body_saving,
+    reference=_body_saving,
     fake=_allocate_saving,
-    hopper=_launch_saving,
+    kernels=_launch_saving,
 )
 """`feed_forward`, bit for bit, and for `feed_forward_backward` gate and up of each token before
 the activation, rounded to BF16: [T, 2, I]."""

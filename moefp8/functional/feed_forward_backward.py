@@ -13,11 +13,10 @@ from ..kernels.common.activation import SWIGLU, Activation
 from ..kernels.common.blocks import BLOCK, MIN_GRADIENT_AMAX, round_up
 from ..kernels.common.checks import FLOATS, check_same_device, check_shape, check_tensor
 from ..kernels.common.prepared import Launches, layout_of, prepared
-from ..kernels.common.registry import register_inputs
 from ..kernels.common.tma_operands import fitting
 from ..kernels.gemm.dense import block_scaled_matmul
 from ..kernels.gemm.launch import describe_gemm
-from ..kernels.gemm.tuned import dense_config, target_of
+from ..kernels.gemm.tuned import dense_config
 from ..kernels.jit import Kernel, current_driver
 from ..kernels.program import (
     Codes,
@@ -28,6 +27,8 @@ from ..kernels.program import (
     kernels_at_any_address,
     prepare_launches,
 )
+from ..kernels.registry import register_inputs
+from ..kernels.targets import target_of
 from ..quant.numerics import quantize_1x128
 from ..quant.quantize import describe_quantize
 from .activation import activate_grad, describe_activation_backward, in_saved_layout
@@ -218,7 +219,7 @@ def backward_kernels(
 
 
 feed_forward_backward = register_inputs(
-    _OP, FeedForwardBackwardInputs, "Tensor", cpu=_body, fake=_allocate, hopper=_launch
+    _OP, FeedForwardBackwardInputs, "Tensor", reference=_body, fake=_allocate, kernels=_launch
 )
 """`FeedForwardBackwardInputs` -> bf16 dX [T, H]; the head of this file has the formulas."""
 

@@ -36,8 +36,9 @@ from ..kernels.gemm.tuned import (
     Table,
     config_source_of,
 )
-from ..kernels.jit import ARCHITECTURE, Kernel, compile_kernels, current_driver
+from ..kernels.jit import Kernel, compile_kernels, current_driver
 from ..kernels.program import Record, Target, Tensor, prepare_launches
+from ..kernels.targets import target_of
 from ..layers import GroupedExperts
 from ..quant import quantize_1x128, quantize_128x128
 from ..system.progress import Progress
@@ -129,6 +130,11 @@ def _heuristic() -> ConfigSource:
     return ConfigSource(num_sms, num_sms)
 
 
+def _here(configs: ConfigSource) -> Target:
+    """The current GPU, with these configs."""
+    return target_of(torch.cuda.current_device())._replace(configs=configs)
+
+
 def _maker(layer: Layer, base: ConfigSource) -> Callable[[int], Callable[[Any], Call]]:
     """Number of tokens -> config -> a call on random data."""
     if isinstance(layer, Dense):
@@ -140,7 +146,7 @@ def _maker(layer: Layer, base: ConfigSource) -> Callable[[int], Callable[[Any], 
 def _compile(kernels: Iterable[Kernel], shown: bool | None) -> None:
     distinct = list(dict.fromkeys(kernels))
     with Progress("compiling", len(distinct), "kernels", shown=shown) as bar:
-        compile_kernels(distinct, done=bar.advance)
+        compile_kernels(distinct, _here(_heuristic()).arch, done=bar.advance)
 
 
 def _call_of(
@@ -194,7 +200,7 @@ def _random_operands(m: int, n: int, k: int) -> list[Operands]:
 
 def _dense_call(operands: list[Operands], base: ConfigSource, config: GemmConfig) -> Call:
     """A GEMM with each of the operands: a single short one would drown in what events cost."""
-    launch = prepare_dense(config, operands[0], base)
+    launch = prepare_dense(config, operands[0], _here(base))
     return _call_of(partial(launch.on, torch.cuda.current_device()), operands)
 
 
@@ -248,7 +254,7 @@ def _layer_calls(sizes: Sizes, weights: Weights, base: ConfigSource) -> Callable
 
     def call_with(configs: Pair) -> Call:
         chosen = replace(base, table=Table({layer_of(sizes): {sizes.num_tokens: configs}}))
-        r = Record(Target(ARCHITECTURE, base.all_sms, chosen), INPUTS)
+        r = Record(_here(chosen), INPUTS)
         describe_experts(
             r,
             sizes,

@@ -83,8 +83,8 @@ class FakeDriver(jit.Driver):
     def on_device(self, device_index: int):
         return nullcontext()
 
-    def runs_our_kernels(self, device_index: int) -> bool:
-        return True
+    def arch(self, device_index: int) -> str:
+        return "sm_90a"
 
     def allocate(self, num_bytes: int, stream: int) -> int:
         """Return the same memory for each size; it holds NaN, and nothing is written around it."""

@@ -12,9 +12,9 @@ import torch
 from ...kernels.common.blocks import BLOCK, MIN_AMAX, TMA_BYTES, ceil_div, divisor_of, num_blocks
 from ...kernels.common.checks import INPUTS
 from ...kernels.common.prepared import layout_of, prepared
-from ...kernels.gemm.tuned import target_of
 from ...kernels.jit import Kernel, Launch
 from ...kernels.program import Place, Record, Target, Tensor, Word, layouts, prepare_launch
+from ...kernels.targets import target_of
 from .peer_memory import MAX_CHUNKS, GivenBack, PeerMemory, Received
 
 _PUSH = Path(__file__).with_name("push.cu")

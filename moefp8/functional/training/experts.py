@@ -12,7 +12,7 @@ import torch
 
 from ...kernels.common.activation import Activation
 from ...kernels.common.blocks import E4M3
-from ...kernels.common.registry import register_inputs
+from ...kernels.registry import register_inputs
 from ...quant.block_scaled import BlockScaled, dequantize
 from ...quant.quantize import quantize_1x128
 from ...routing.combine import sum_rows
@@ -81,9 +81,9 @@ trained_experts = register_inputs(
     _OP,
     TrainedExpertsInputs,
     "(Tensor, Tensor)",
-    cpu=_forward,
+    reference=_forward,
     fake=_allocate,
-    hopper=_forward,
+    kernels=_forward,
 )
 """`experts` with the codes of master weights -> (bf16 [T, H]; gate and up of each row, bf16
 [R, 2, I], as in `experts_saving`, or empty without `saves`)."""

@@ -22,9 +22,9 @@ import torch
 from ...kernels.common.activation import SWIGLU, Activation
 from ...kernels.common.blocks import BLOCK, MIN_GRADIENT_AMAX, num_blocks, round_up
 from ...kernels.gemm.k_grouped.k_grouped import describe_k_grouped
-from ...kernels.gemm.tuned import ANY_TARGET
 from ...kernels.jit import Kernel
 from ...kernels.program import Codes, Place, Record, Span, Target, Tensor, kernels_of
+from ...kernels.targets import ANY_TARGET
 from ...quant.columns import column_codes, describe_columns, num_column_blocks
 from ...routing.combine import describe_combine
 from ..expert_configs import Sizes, describe_backward_configs

@@ -21,14 +21,13 @@ from ...kernels.common.checks import (
     check_tensor,
 )
 from ...kernels.common.prepared import Launches, layout_of, prepared
-from ...kernels.common.registry import Written, register_inputs, without_autocast
 from ...kernels.common.tma_operands import fits
 from ...kernels.gemm.dense import fp8_gemm_nt
 from ...kernels.gemm.k_grouped import k_grouped_gemm
 from ...kernels.gemm.k_grouped.k_grouped import describe_k_grouped
 from ...kernels.gemm.launch import describe_gemm
 from ...kernels.gemm.operands import check_sizes
-from ...kernels.gemm.tuned import dense_config, target_of
+from ...kernels.gemm.tuned import dense_config
 from ...kernels.jit import Kernel, current_driver
 from ...kernels.program import (
     Codes,
@@ -40,6 +39,8 @@ from ...kernels.program import (
     layouts,
     prepare_launches,
 )
+from ...kernels.registry import Written, register_inputs, without_autocast
+from ...kernels.targets import target_of
 from ...quant.columns import (
     column_codes,
     describe_columns,
@@ -158,9 +159,9 @@ trained_linear = register_inputs(
     _OP,
     TrainedLinearInputs,
     "(Tensor, Tensor, Tensor)",
-    cpu=_body,
+    reference=_body,
     fake=_allocate,
-    hopper=_launch,
+    kernels=_launch,
 )
 """`TrainedLinearInputs` -> (bf16 [M, N], column codes of x and their scales, or empty ones)."""
 
@@ -231,9 +232,9 @@ trained_linear_backward = register_inputs(
     _BACKWARD,
     TrainedLinearBackwardInputs,
     "Tensor",
-    cpu=_backward,
+    reference=_backward,
     fake=_allocate_backward,
-    hopper=_launch_backward,
+    kernels=_launch_backward,
 )
 """`TrainedLinearBackwardInputs` -> bf16 dX [M, K]; dW = dY^T X goes to d."""
 

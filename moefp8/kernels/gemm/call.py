@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from ..common.blocks import BLOCK, TMA_BYTES, ceil_div, round_up
-from ..jit import ARCHITECTURE, Kernel, Launch, current_driver
+from ..jit import Kernel, Launch, current_driver
 from ..program import (
     Codes,
     Place,
@@ -23,6 +23,7 @@ from ..program import (
     prepare_launch,
     prepare_launches,
 )
+from ..targets import target_of
 from . import heuristic
 from .config import GemmConfig, GroupLayout
 from .launch import (
@@ -34,7 +35,6 @@ from .launch import (
 from .operands import Operands, check_sizes, fitting_operands
 from .segments import ZERO_OF_LIST, describe_segments, list_bytes, most_segments
 from .tile_counter import COUNTER_BYTES, describe_tile_counter
-from .tuned import ConfigSource, target_of
 
 _INPUTS = "a", "a_scales", "b", "b_scales", "d"
 _OLDER = frozenset({"b", "b_scales", "bias", "bounds"})
@@ -179,9 +179,9 @@ def _prepare(call: GemmCall) -> _Run:
     return prepare_launches(r, device_index)
 
 
-def prepare_dense(config: GemmConfig, operands: Operands, configs: ConfigSource) -> Launch:
+def prepare_dense(config: GemmConfig, operands: Operands, target: Target) -> Launch:
     """A launch of a dense GEMM with that config, for operands that TMA takes, in their order."""
-    r = Record(Target(ARCHITECTURE, configs.all_sms, configs), _INPUTS, older=_OLDER)
+    r = Record(target, _INPUTS, older=_OLDER)
     a = Codes.of(operands.a, operands.a_scale_inv, "a")
     b = Codes.of(operands.b, operands.b_scale_inv, "b")
     d = Tensor.of(operands.d, "d")

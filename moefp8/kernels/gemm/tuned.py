@@ -18,13 +18,11 @@ from typing import Any, NamedTuple
 import torch
 
 from ..jit import (
-    ARCHITECTURE,
-    current_driver,
     read_beside_kernels,
     source_digest,
     write_beside_kernels,
 )
-from ..program import Record, Target
+from ..program import Record
 from . import heuristic
 from .config import GemmConfig
 from .launch import SOURCE, Sms, busy_sms
@@ -124,17 +122,6 @@ def dense_config(r: Record, m: int, n: int, k: int, batch_invariant: bool) -> Ge
 
     r.hold(m, largest)
     return config
-
-
-DEFAULT_SMS = 132  # as an H100 SXM, H200 and GH200 have; an H100 PCIe has 114, an H20 78
-# The target of a record that is for no GPU in particular.
-ANY_TARGET = Target(ARCHITECTURE, DEFAULT_SMS, ConfigSource(DEFAULT_SMS, DEFAULT_SMS))
-
-
-def target_of(device_index: int) -> Target:
-    """A GPU of this machine, with the configs that hold for it now."""
-    num_sms = current_driver().num_sms(device_index)
-    return Target(ARCHITECTURE, num_sms, config_source_of(device_index))
 
 
 # ---- The file ----

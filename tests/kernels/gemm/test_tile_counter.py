@@ -8,7 +8,7 @@ from moefp8.kernels.gemm import call, heuristic, segments, tile_counter
 from moefp8.kernels.gemm.call import takes_tiles
 from moefp8.kernels.gemm.config import GroupLayout
 from moefp8.kernels.gemm.launch import GroupsOfTokens, Sms
-from tests.gpu import NUM_SMS
+from tests.gpu import ARCH, NUM_SMS
 from tests.kernels.gemm.grouped_cases import (
     UNTOUCHED,
     expected_of,
@@ -79,4 +79,4 @@ def test_the_counter_is_memory_of_each_call_and_zeroed_before(gpu, layout, progr
 
 @pytest.mark.usefixtures("own_cache")
 def test_the_kernel_spills_nothing():
-    assert jit.compile_kernel(tile_counter.kernel_of()).problems() == []
+    assert jit.compile_kernel(tile_counter.kernel_of(), ARCH).problems() == []

@@ -13,13 +13,13 @@ import torch
 from ...common.blocks import BLOCK, E4M3, TMA_BYTES, ceil_div, e4m3_to_float
 from ...common.checks import check_same_device, check_shape, check_tensor
 from ...common.prepared import layout_of, prepared
-from ...common.registry import Written, register_inputs
 from ...common.tma_operands import fits, fitting
 from ...jit import Kernel, Launch
 from ...program import Codes, Place, Record, Tensor, TensorMap, prepare_launch
+from ...registry import Written, register_inputs
+from ...targets import target_of
 from ..launch import busy_sms
 from ..operands import check_sizes
-from ..tuned import target_of
 from .config import KGroupedConfig, Output, choose_config
 
 _OP = "k_grouped_gemm"
@@ -179,7 +179,7 @@ def _prepare(inputs: KGroupedInputs) -> Launch:
 
 
 k_grouped_gemm = register_inputs(
-    _OP, KGroupedInputs, "()", cpu=_body, fake=check_k_grouped, hopper=launch_k_grouped
+    _OP, KGroupedInputs, "()", reference=_body, fake=check_k_grouped, kernels=launch_k_grouped
 )
 """Write `d[e] = sum over tokens t of e of dequantize(a)[:, t] dequantize(b)[:, t]^T`, or add it.
 
