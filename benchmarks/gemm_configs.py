@@ -17,13 +17,13 @@ from benchmarks.figures import geomean
 from benchmarks.peers import Case, Operands
 from benchmarks.timing import Call, device_us_many
 from moefp8.kernels import get_num_sms, jit, round_up
-from moefp8.kernels.gemm import config as gemm_config
-from moefp8.kernels.gemm import heuristic
-from moefp8.kernels.gemm import launch as gemm_launch
 from moefp8.kernels.gemm import operands as gemm_operands
-from moefp8.kernels.gemm.call import prepare_dense
-from moefp8.kernels.gemm.config import GemmConfig
-from moefp8.kernels.targets import hopper
+from moefp8.kernels.gemm.sm90 import config as gemm_config
+from moefp8.kernels.gemm.sm90 import heuristic
+from moefp8.kernels.gemm.sm90 import launch as gemm_launch
+from moefp8.kernels.gemm.sm90.config import GemmConfig
+from moefp8.kernels.gemm.sm90.gemms import prepare_dense
+from moefp8.kernels.gemm.sm90.tuned import ConfigSource
 
 RESULTS = Path(__file__).parent / "results" / "gemm_configs.json"
 M = (1, 16, 64, 128, 512, 4096)
@@ -71,7 +71,7 @@ def call_of(config: GemmConfig, operands: Operands) -> Call:
     d, num_sms = operands.x.new_empty(operands.x.shape[0], operands.w.shape[0]), get_num_sms()
     given = gemm_operands.Operands(*operands.a, *operands.b, d)
     matrices = gemm_operands.fitting_operands(given, False, keep_d=False)
-    launch = prepare_dense(config, matrices, hopper(num_sms))
+    launch = prepare_dense(config, matrices, ConfigSource(num_sms, num_sms))
 
     def run() -> torch.Tensor:
         launch.on(d.get_device(), tuple(x.data_ptr() for x in matrices))

@@ -6,10 +6,10 @@ import torch
 
 from moefp8.kernels.jit import Launch
 from moefp8.kernels.program import Place, Record, prepare_launches
-from moefp8.kernels.targets import hopper, target_of
-from tests.gpu import NUM_SMS
+from moefp8.kernels.targets import target_of, target_with
+from tests.gpu import ARCH, NUM_SMS
 
-TARGET = hopper(NUM_SMS)
+TARGET = target_with(ARCH, NUM_SMS)
 
 
 class _Given(Record):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..kernels.common.blocks import ceil_div
-from ..kernels.gemm.tuned import Config, Dense, Experts, Layer
+from ..kernels.gemm.sm90.tuned import Config, Dense, Experts, Layer
 from ..kernels.targets import runs_kernels
 from ..layers import FP8Linear, GroupedExperts
 from ..tuning.keep import keep

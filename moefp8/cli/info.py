@@ -11,7 +11,7 @@ import torch
 
 from .. import __version__
 from ..checkpoint.errors import printable
-from ..kernels.gemm.tuned import file_name, measured
+from ..kernels.gemm.sm90.tuned import file_name, measured
 from ..kernels.jit import (
     JitError,
     cache_state,

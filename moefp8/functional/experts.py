@@ -25,6 +25,7 @@ from ..kernels.common.checks import (
 )
 from ..kernels.common.prepared import Launches, layout_of
 from ..kernels.gemm.dense import block_scaled_matmul
+from ..kernels.gemm.sizes import Sizes
 from ..kernels.jit import current_driver
 from ..kernels.program import Place, Record, Tensor, layouts, prepare_launches
 from ..kernels.registry import register_inputs
@@ -36,7 +37,6 @@ from ..routing.dispatch import dispatch_rows
 from ..routing.plan import build_maps
 from .activation import activate, empty_gate_up
 from .autograd import first_order, no_gradients, records
-from .expert_configs import Sizes
 from .expert_parts import (
     Choices,
     Combine,

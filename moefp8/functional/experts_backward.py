@@ -27,6 +27,7 @@ from ..kernels.common.checks import (
 )
 from ..kernels.common.prepared import Launches, layout_of
 from ..kernels.gemm.dense import block_scaled_matmul
+from ..kernels.gemm.sizes import Sizes
 from ..kernels.jit import current_driver
 from ..kernels.program import Codes, Record, Tensor, layouts, prepare_launches
 from ..kernels.registry import register_inputs
@@ -38,7 +39,6 @@ from ..routing.dispatch import dispatch_rows
 from ..routing.plan import build_maps
 from .activation import is_readable, readable_saved
 from .activation_rows import weights_of_rows
-from .expert_configs import Sizes
 from .expert_parts import Choices, Combine, TransposedWeights, results_layout
 from .experts_records import BACKWARD_INPUTS, describe_experts_backward, num_parts_of
 from .feed_forward_backward import through_activation

@@ -19,11 +19,9 @@ from ..kernels.common.checks import (
 )
 from ..kernels.common.prepared import Launches, layout_of, prepared
 from ..kernels.common.tma_operands import fits, fitting, with_strides_of
-from ..kernels.gemm.config import GroupLayout
 from ..kernels.gemm.dense import block_scaled_matmul
-from ..kernels.gemm.launch import GateUp, GroupsOfTokens, describe_gemm
+from ..kernels.gemm.interface import GateUp, GroupLayout, GroupsOfTokens
 from ..kernels.gemm.operands import check_sizes
-from ..kernels.gemm.tuned import dense_config
 from ..kernels.jit import Kernel, current_driver
 from ..kernels.program import (
     Codes,
@@ -40,7 +38,6 @@ from ..kernels.targets import target_of
 from ..quant.numerics import quantize_1x128
 from ..quant.quantize import describe_quantize
 from .activation import activate, empty_gate_up
-from .expert_configs import describe_gate_up_config
 
 _OP = "feed_forward"
 
@@ -209,23 +206,21 @@ def describe_feed_forward(
         y: bf16 [T, H], contiguous.
         saved: memory for gate and up [T, 2, I], which a backward needs, or None.
     """
-    (m, h), i = x.shape, gate.data.shape[0]
-    config = describe_gate_up_config(r, m, h, i, saves=saved is not None)
+    (m, h), i, gemms = x.shape, gate.data.shape[0], r.target.gemms
+    config = gemms.shared_gate_up(r, m, h, i, saves=saved is not None)
     rows, activated = r.codes("rows", (1, m, h)), r.codes("activated", (1, m, i))
     describe_quantize(r, x, rows.first(), None)
-    tiles = config.token_tiles(m)
-    describe_gemm(
+    gemms.describe(
         r,
         config,
         rows,
         gate.batched(),
         activated.data,
         m,
-        groups=GroupsOfTokens(GroupLayout.OFFSETS, None, 1, 1, tiles, bounds_ready=True),
+        groups=GroupsOfTokens(GroupLayout.OFFSETS, None, 1, 1, m, bounds_ready=True),
         gate_up=GateUp(up.batched(), activation, activated.scale_inv, saved),
     )
-    config = dense_config(r, m, h, i, batch_invariant)
-    describe_gemm(r, config, activated.first(), down, y, m)
+    gemms.dense(r, activated.first(), down, y, batch_invariant=batch_invariant)
 
 
 def feed_forward_kernels(

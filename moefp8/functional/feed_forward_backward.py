@@ -15,8 +15,6 @@ from ..kernels.common.checks import FLOATS, check_same_device, check_shape, chec
 from ..kernels.common.prepared import Launches, layout_of, prepared
 from ..kernels.common.tma_operands import fitting
 from ..kernels.gemm.dense import block_scaled_matmul
-from ..kernels.gemm.launch import describe_gemm
-from ..kernels.gemm.tuned import dense_config
 from ..kernels.jit import Kernel, current_driver
 from ..kernels.program import (
     Codes,
@@ -182,11 +180,10 @@ def describe_backward(
     grad_rows, rows = r.codes("grad_rows", (1, m, h)), r.codes("rows", (1, m, k))
     grad_activated = r.matrices("grad_activated", (1, m, i), torch.bfloat16)
     describe_quantize(r, grad, grad_rows.first(), None, min_amax=MIN_GRADIENT_AMAX)
-    config = dense_config(r, m, i, h, batch_invariant)
-    describe_gemm(r, config, grad_rows.first(), down, grad_activated.first(), m)
+    dense = r.target.gemms.dense
+    dense(r, grad_rows.first(), down, grad_activated.first(), batch_invariant=batch_invariant)
     describe_activation_backward(r, grad_activated, saved, None, rows, activation)
-    config = dense_config(r, m, h, k, batch_invariant)
-    describe_gemm(r, config, rows.first(), gate_up, dx, m)
+    dense(r, rows.first(), gate_up, dx, batch_invariant=batch_invariant)
 
 
 def backward_kernels(

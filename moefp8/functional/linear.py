@@ -21,9 +21,7 @@ from ..kernels.common.checks import (
 from ..kernels.common.prepared import Launches, layout_of
 from ..kernels.common.tma_operands import fits
 from ..kernels.gemm.dense import DenseInputs, block_scaled_matmul, launch_dense
-from ..kernels.gemm.launch import describe_gemm
 from ..kernels.gemm.operands import check_sizes
-from ..kernels.gemm.tuned import dense_config
 from ..kernels.jit import Kernel, current_driver
 from ..kernels.program import (
     Codes,
@@ -160,11 +158,10 @@ def describe_linear(
     min_amax: float = MIN_AMAX,
 ) -> None:
     """Quantize x [M, K], then write y, bf16 [M, N], its product with weights [N, K]."""
-    (m, k), n = x.shape, y.shape[1]
-    config = dense_config(r, m, n, k, batch_invariant)
+    m, k = x.shape
     rows = r.codes("rows", (1, m, k)).first()
     describe_quantize(r, x, rows, None, min_amax=min_amax)
-    describe_gemm(r, config, rows, weights, y, m, bias=bias)
+    r.target.gemms.dense(r, rows, weights, y, bias=bias, batch_invariant=batch_invariant)
 
 
 def linear_kernels(

@@ -2,22 +2,22 @@
 
 import torch
 
-from .gemm.tuned import ConfigSource, config_source_of
+from .gemm.interface import Gemms
+from .gemm.sm90.gemms import Sm90
 from .jit import current_driver
 from .program import Target
 
-# Architecture -> what chooses the configs of its GEMM on a GPU of this machine.
-GEMMS = {"sm_90a": config_source_of}
+GEMMS: dict[str, type[Gemms]] = {"sm_90a": Sm90}
 
 DEFAULT_SMS = 132  # as an H100 SXM, H200 and GH200 have; an H100 PCIe has 114, an H20 78
 
 
-def hopper(num_sms: int) -> Target:
-    """A Hopper GPU that need not be here, with the heuristic's configs."""
-    return Target("sm_90a", num_sms, ConfigSource(num_sms, num_sms))
+def target_with(arch: str, num_sms: int) -> Target:
+    """A GPU that need not be here."""
+    return Target(arch, num_sms, GEMMS[arch].of(num_sms))
 
 
-ANY_TARGET = hopper(DEFAULT_SMS)  # of a record that is for no GPU in particular
+ANY_TARGET = target_with("sm_90a", DEFAULT_SMS)  # of a record that is for no GPU in particular
 
 
 def runs_kernels(device_index: int) -> bool:
@@ -39,11 +39,12 @@ def targets_here(num_sms: int | None = None) -> list[Target]:
     gpus = gpus_with_kernels()
     if num_sms is not None:
         gpus = [i for i in gpus if current_driver().num_sms(i) == num_sms]
-    return list(dict.fromkeys(map(target_of, gpus))) or [hopper(num_sms or DEFAULT_SMS)]
+    targets = list(dict.fromkeys(map(target_of, gpus)))
+    return targets or [target_with("sm_90a", num_sms or DEFAULT_SMS)]
 
 
 def target_of(device_index: int) -> Target:
-    """A GPU of this machine that runs our kernels, with the configs that hold for it now."""
+    """A GPU of this machine that runs our kernels, with what holds for it now."""
     driver = current_driver()
     arch = driver.arch(device_index)
-    return Target(arch, driver.num_sms(device_index), GEMMS[arch](device_index))
+    return Target(arch, driver.num_sms(device_index), GEMMS[arch].on(device_index))

@@ -18,7 +18,6 @@ from ..distributed.expert_parallel.peers_launch import (
 )
 from ..functional import feed_forward_backward
 from ..functional.activation_rows import activation_rows_backward_kernels, activation_rows_kernels
-from ..functional.expert_configs import Sizes
 from ..functional.expert_parts import CallTensors
 from ..functional.experts_records import experts_backward_kernels, experts_kernels
 from ..functional.feed_forward import feed_forward_kernels
@@ -29,6 +28,7 @@ from ..functional.training.rows import quantized_rows_kernels
 from ..kernels.common.activation import SWIGLU, Activation
 from ..kernels.common.blocks import BLOCK, E4M3, ceil_div, round_up
 from ..kernels.gemm.call import grouped_kernels
+from ..kernels.gemm.sizes import Sizes
 from ..kernels.jit import Kernel
 from ..kernels.program import Target
 from ..quant.both import both_kernels

@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..functional.expert_configs import Sizes, experts_configs, layer_of, mean_load
 from ..functional.expert_parts import (
     Choices,
     Weights,
@@ -21,12 +20,15 @@ from ..functional.expert_parts import (
 )
 from ..functional.experts_records import INPUTS, describe_experts
 from ..kernels.common.blocks import ceil_div
-from ..kernels.gemm.call import prepare_dense
-from ..kernels.gemm.config import GemmConfig, GroupLayout, is_possible, with_most_stages
-from ..kernels.gemm.heuristic import candidates, deciding_sizes, estimate_us
-from ..kernels.gemm.launch import kernel_of
+from ..kernels.gemm.interface import GroupLayout
 from ..kernels.gemm.operands import Operands, fitting_operands
-from ..kernels.gemm.tuned import (
+from ..kernels.gemm.sizes import Sizes, mean_load
+from ..kernels.gemm.sm90.config import GemmConfig, is_possible, with_most_stages
+from ..kernels.gemm.sm90.experts import experts_configs, layer_of
+from ..kernels.gemm.sm90.gemms import Sm90, prepare_dense
+from ..kernels.gemm.sm90.heuristic import candidates, deciding_sizes, estimate_us
+from ..kernels.gemm.sm90.launch import kernel_of
+from ..kernels.gemm.sm90.tuned import (
     Config,
     ConfigSource,
     Dense,
@@ -34,7 +36,6 @@ from ..kernels.gemm.tuned import (
     Layer,
     Pair,
     Table,
-    config_source_of,
 )
 from ..kernels.jit import Kernel, compile_kernels, current_driver
 from ..kernels.program import Record, Target, Tensor, prepare_launches
@@ -114,7 +115,7 @@ def tune_layer(layer: Layer, max_tokens: int, shown: bool | None = None) -> Iter
 
 def time_layer(layer: Layer, max_tokens: int) -> Iterator[Measured]:
     """Time the configs that serve now, be they tuned or not."""
-    configs, make = config_source_of(torch.cuda.current_device()), _maker(layer, _heuristic())
+    configs, make = Sm90.on(torch.cuda.current_device()).configs, _maker(layer, _heuristic())
     for tokens in tokens_to_tune(max_tokens):
         config: Config
         if isinstance(layer, Dense):
@@ -132,7 +133,7 @@ def _heuristic() -> ConfigSource:
 
 def _here(configs: ConfigSource) -> Target:
     """The current GPU, with these configs."""
-    return target_of(torch.cuda.current_device())._replace(configs=configs)
+    return target_of(torch.cuda.current_device())._replace(gemms=Sm90(configs))
 
 
 def _maker(layer: Layer, base: ConfigSource) -> Callable[[int], Callable[[Any], Call]]:
@@ -200,7 +201,7 @@ def _random_operands(m: int, n: int, k: int) -> list[Operands]:
 
 def _dense_call(operands: list[Operands], base: ConfigSource, config: GemmConfig) -> Call:
     """A GEMM with each of the operands: a single short one would drown in what events cost."""
-    launch = prepare_dense(config, operands[0], _here(base))
+    launch = prepare_dense(config, operands[0], base)
     return _call_of(partial(launch.on, torch.cuda.current_device()), operands)
 
 

@@ -13,8 +13,8 @@ import torch
 
 from moefp8 import kernels
 from moefp8.kernels import jit
-from moefp8.kernels.gemm import launch as gemm_launch
-from moefp8.kernels.gemm.config import GemmConfig
+from moefp8.kernels.gemm.sm90 import launch as gemm_launch
+from moefp8.kernels.gemm.sm90.config import GemmConfig
 from moefp8.kernels.jit import launch
 from moefp8.quant import numerics
 from tests.fakes.emulated_activation import activation_backward, activation_of_rows

@@ -18,7 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moefp8.kernels import jit
-from moefp8.kernels.gemm import tuned
+from moefp8.kernels.gemm.sm90 import tuned
 
 NUM_SMS = 132  # of an H200
 MAP_BYTES = 128

@@ -14,12 +14,14 @@ import moefp8
 from moefp8 import FP8Linear, GroupedExperts, MoE, TopKRouter
 from moefp8.adapters import add_lora
 from moefp8.kernels import jit
-from moefp8.kernels.gemm import tuned
-from moefp8.kernels.gemm.config import GemmConfig, GroupLayout, with_most_stages
-from moefp8.kernels.gemm.launch import kernel_of
+from moefp8.kernels.gemm.interface import GroupLayout
+from moefp8.kernels.gemm.sm90 import tuned
+from moefp8.kernels.gemm.sm90.config import GemmConfig, with_most_stages
+from moefp8.kernels.gemm.sm90.gemms import Sm90
+from moefp8.kernels.gemm.sm90.launch import kernel_of
 from moefp8.kernels.jit.nvrtc import Nvrtc
 from moefp8.kernels.program import Target
-from moefp8.kernels.targets import hopper
+from moefp8.kernels.targets import target_with
 from moefp8.precompile import layers as ahead
 from moefp8.routing import sigmoid_group_topk, softmax_topk
 from tests.fakes.emulator import Emulator, FakeDriver
@@ -395,7 +397,7 @@ def test_tuned_choices_are_among_them(tokens):
     )
     found = {tuned.Dense(2000, 512): {tokens + -tokens % 8: flat}}
     found[tuned.Experts(16, 2, 256, 144)] = {tokens: pair}
-    target = Target(ARCH, 132, tuned.ConfigSource(132, 132, tuned.Table(found)))
+    target = Target(ARCH, 132, Sm90(tuned.ConfigSource(132, 132, tuned.Table(found))))
     model = nn.ModuleList([linear, experts])
     expected = {kernel_of(flat, None), *(kernel_of(x, None, GroupLayout.OFFSETS) for x in pair)}
     assert expected <= kernels_of(model, top_k=2, target=target)
@@ -404,4 +406,4 @@ def test_tuned_choices_are_among_them(tokens):
 
 def test_other_numbers_of_sms_need_other_kernels():
     linear = FP8Linear(7168, 2048, bias=False, device="meta")
-    assert kernels_of(linear, 2000) != kernels_of(linear, 2000, target=hopper(78))
+    assert kernels_of(linear, 2000) != kernels_of(linear, 2000, target=target_with(ARCH, 78))

@@ -12,6 +12,7 @@ import torch
 
 from ...kernels.common.activation import Activation
 from ...kernels.common.blocks import E4M3
+from ...kernels.gemm.sizes import Sizes
 from ...kernels.registry import register_inputs
 from ...quant.block_scaled import BlockScaled, dequantize
 from ...quant.quantize import quantize_1x128
@@ -20,7 +21,6 @@ from ...routing.dispatch import dispatch_rows
 from ..activation import empty_gate_up
 from ..activation_rows import ActivationGradients, activation_rows, activation_rows_backward
 from ..autograd import first_order, records
-from ..expert_configs import Sizes
 from ..experts import check_saved_dtype, experts, experts_saving
 from ..experts_records import experts_backward_record, experts_record
 from ..grouped_bf16 import grouped_outer

@@ -22,6 +22,7 @@ from ...kernels.common.checks import FLOATS, check_same_device, check_shape, che
 from ...kernels.common.prepared import Launches, layout_of
 from ...kernels.gemm.grouped import m_grouped_fp8_gemm_nt_contiguous
 from ...kernels.gemm.k_grouped import k_grouped_gemm
+from ...kernels.gemm.sizes import Sizes
 from ...kernels.jit import current_driver
 from ...kernels.program import Codes, Record, layouts, prepare_launches
 from ...kernels.registry import Written, register, register_inputs
@@ -29,7 +30,6 @@ from ...kernels.targets import target_of
 from ...quant.columns import quantize_128x1, readable
 from ...routing.combine import sum_rows
 from ..activation import readable_saved
-from ..expert_configs import Sizes
 from ..expert_parts import Choices, TransposedWeights
 from ..grouped_linear import empty_dgrad
 from .activation_columns import ActivationColumnsGradients, activation_columns_backward

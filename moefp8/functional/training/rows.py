@@ -18,6 +18,7 @@ from ...kernels.common.blocks import (
 )
 from ...kernels.common.checks import FLOATS, check_same_device, check_shape, check_tensor
 from ...kernels.common.prepared import Launches, layout_of, prepared
+from ...kernels.gemm.sizes import Sizes
 from ...kernels.jit import Kernel
 from ...kernels.program import (
     Codes,
@@ -34,7 +35,6 @@ from ...kernels.targets import target_of
 from ...quant.quantize import quantize_1x128
 from ...routing.dispatch import describe_dispatch, dispatch_rows
 from ...routing.plan import MapPlaces, build_plan
-from ..expert_configs import Sizes
 from ..expert_parts import CallTensors
 
 _OP = "quantized_rows"

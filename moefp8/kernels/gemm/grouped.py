@@ -14,8 +14,8 @@ from ..common.blocks import BLOCK
 from ..common.checks import check_shape, check_tensor
 from ..registry import Written, register_inputs
 from .call import GemmCall, launch_gemm
-from .config import GroupLayout
 from .dense import block_scaled_matmul, check_recipe
+from .interface import GroupLayout
 from .operands import Operand, Operands, check_operands, check_pairs
 
 _CONTIGUOUS = "m_grouped_fp8_gemm_nt_contiguous"

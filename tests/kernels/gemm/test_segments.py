@@ -5,8 +5,8 @@ import torch
 
 from moefp8.kernels import jit, m_grouped_fp8_gemm_nt_contiguous
 from moefp8.kernels.gemm import segments
-from moefp8.kernels.gemm.config import GroupLayout
 from moefp8.kernels.gemm.grouped import finds_segments
+from moefp8.kernels.gemm.interface import GroupLayout
 from moefp8.kernels.program import Place
 from tests.fakes import cuda_on_cpu
 from tests.fakes.emulated_gemm import layout_of as layout_of_gemm

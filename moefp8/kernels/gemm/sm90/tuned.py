@@ -17,15 +17,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..jit import (
+from ...jit import (
     read_beside_kernels,
     source_digest,
     write_beside_kernels,
 )
-from ..program import Record
+from ..sms import Sms
 from . import heuristic
 from .config import GemmConfig
-from .launch import SOURCE, Sms, busy_sms
+from .launch import SOURCE
 
 Pair = tuple[GemmConfig, GemmConfig]  # one for gate and up, one for down
 
@@ -100,28 +100,6 @@ class ConfigSource:
             return tuned
         all_sms = self.num_sms == self.all_sms
         return heuristic.choose_config(m, n, k, self.num_sms, all_sms, batch_invariant)
-
-
-def config_source_of(device_index: int) -> ConfigSource:
-    num_sms, all_sms = busy_sms(device_index)
-    if num_sms < all_sms:
-        return ConfigSource(num_sms, all_sms)
-    return ConfigSource(num_sms, all_sms, measured(device_index))
-
-
-def dense_config(r: Record, m: int, n: int, k: int, batch_invariant: bool) -> GemmConfig:
-    """`ConfigSource.dense` in a description, which also says up to which M the config holds."""
-    configs = r.target.configs
-    config = configs.dense(m, n, k, batch_invariant)
-
-    def largest(most: int) -> int:
-        size = heuristic.deciding_size(m)
-        while size < most and configs.dense(size + 1, n, k, batch_invariant) == config:
-            size = heuristic.deciding_size(size + 1)
-        return size
-
-    r.hold(m, largest)
-    return config
 
 
 # ---- The file ----

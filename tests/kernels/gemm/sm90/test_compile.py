@@ -13,14 +13,15 @@ import pytest
 
 from moefp8.kernels import jit
 from moefp8.kernels.common.activation import KINDS, SWIGLU, Activation
-from moefp8.kernels.gemm.config import GemmConfig, GroupLayout
-from moefp8.kernels.gemm.launch import BIASES, SOURCE
+from moefp8.kernels.gemm.interface import GroupLayout
+from moefp8.kernels.gemm.sm90.config import GemmConfig
+from moefp8.kernels.gemm.sm90.launch import BIASES, SOURCE
 from moefp8.kernels.jit.nvrtc import Nvrtc
 from tests.functional.cases import GATE_UP_FAMILIES
 from tests.gpu import ARCH
 from tests.kernels import nvdisasm
-from tests.kernels.gemm import families
-from tests.kernels.gemm.chosen import configs, experts_configs, grouped_configs
+from tests.kernels.gemm.sm90 import families
+from tests.kernels.gemm.sm90.chosen import configs, experts_configs, grouped_configs
 from tests.sampling import ALL_KERNELS, sample
 
 BIAS_NAMES = tuple(BIASES.values())

@@ -7,12 +7,12 @@ from collections.abc import Hashable
 import pytest
 
 from moefp8.kernels import jit
-from moefp8.kernels.gemm.config import MAX_SHARED_BYTES
-from moefp8.kernels.gemm.k_grouped.config import KGroupedConfig, Output, choose_config
-from moefp8.kernels.gemm.k_grouped.k_grouped import kernel_of
+from moefp8.kernels.gemm.sm90.config import MAX_SHARED_BYTES
+from moefp8.kernels.gemm.sm90.k_grouped.config import KGroupedConfig, Output, choose_config
+from moefp8.kernels.gemm.sm90.k_grouped.launch import kernel_of
 from tests.gpu import ARCH
 from tests.kernels import nvdisasm
-from tests.kernels.gemm.test_compile import releases_before_reads
+from tests.kernels.gemm.sm90.test_compile import releases_before_reads
 from tests.sampling import sample
 
 
