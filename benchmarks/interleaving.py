@@ -26,7 +26,7 @@ from benchmarks.moe_cases import Case as LayerCase
 from benchmarks.timing import FLUSH_BYTES, LONG_FLUSH_BYTES, Call, device_us_many, on_driver
 from moefp8.kernels import fp8_gemm_nt, m_grouped_fp8_gemm_nt_contiguous
 from moefp8.kernels.gemm.interface import GroupLayout
-from moefp8.kernels.gemm.sm90.experts import choose_experts_configs
+from moefp8.kernels.gemm.sm90.expert_configs import choose_experts_configs
 from moefp8.kernels.gemm.sm90.heuristic import choose_config, choose_grouped_config
 from moefp8.kernels.gemm.sm90.launch import kernel_of
 from moefp8.kernels.jit import Cubin, Driver, Kernel, compile_kernel, compile_kernels, driver

@@ -24,7 +24,7 @@ from ..kernels.gemm.interface import GroupLayout
 from ..kernels.gemm.operands import Operands, fitting_operands
 from ..kernels.gemm.sizes import Sizes, mean_load
 from ..kernels.gemm.sm90.config import GemmConfig, is_possible, with_most_stages
-from ..kernels.gemm.sm90.experts import experts_configs, layer_of
+from ..kernels.gemm.sm90.expert_configs import experts_configs, layer_of
 from ..kernels.gemm.sm90.gemms import Sm90, prepare_dense
 from ..kernels.gemm.sm90.heuristic import candidates, deciding_sizes, estimate_us
 from ..kernels.gemm.sm90.launch import kernel_of

@@ -12,7 +12,6 @@ from ..program import Codes, Place, Record, Tensor
 from .sizes import Sizes
 
 Config = Any  # chosen by an object of `Gemms`, for itself; nobody else looks into it
-Pair = tuple[Config, Config]  # of two GEMMs in a row
 
 
 class GroupLayout(str, Enum):
@@ -142,10 +141,10 @@ class Gemms(Protocol):
 
     # ---- GEMMs of a layer, whose configs are chosen together ----
 
-    def experts(self, r: Record, sizes: Sizes, *, saves: bool) -> Pair:
+    def experts(self, r: Record, sizes: Sizes, *, saves: bool) -> tuple[Config, Config]:
         """Choose the configs of gate and up, and of down; saves: gate and up, for a backward."""
 
-    def experts_backward(self, r: Record, sizes: Sizes) -> Pair:
+    def experts_backward(self, r: Record, sizes: Sizes) -> tuple[Config, Config]:
         """Choose the configs of the GEMMs with W_down^T and with W_gate_up^T."""
 
     def shared_gate_up(self, r: Record, tokens: int, h: int, i: int, *, saves: bool) -> Config:

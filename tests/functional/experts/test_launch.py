@@ -8,7 +8,7 @@ from moefp8.functional import parts as parts_room
 from moefp8.kernels.common.activation import SWIGLU, Activation
 from moefp8.kernels.gemm.interface import GroupLayout
 from moefp8.kernels.gemm.sizes import Sizes, mean_load
-from moefp8.kernels.gemm.sm90.experts import choose_experts_configs, experts_configs
+from moefp8.kernels.gemm.sm90.expert_configs import choose_experts_configs, experts_configs
 from moefp8.kernels.gemm.sm90.tuned import ConfigSource
 from tests.fakes.emulator import emulated
 from tests.functional.cases import (

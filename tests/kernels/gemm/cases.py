@@ -13,8 +13,7 @@ import torch
 from moefp8 import kernels
 from moefp8.kernels import fp8_gemm_nt, jit, round_up
 from moefp8.kernels.gemm.operands import Operands
-from moefp8.kernels.gemm.sm90 import experts as expert_configs
-from moefp8.kernels.gemm.sm90 import heuristic
+from moefp8.kernels.gemm.sm90 import expert_configs, heuristic
 from moefp8.kernels.gemm.sm90.config import GemmConfig, with_most_stages
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import pytest
 from moefp8.kernels import jit
 from moefp8.kernels.gemm.interface import GroupLayout
 from moefp8.kernels.gemm.sm90 import heuristic
-from moefp8.kernels.gemm.sm90.experts import choose_experts_configs
+from moefp8.kernels.gemm.sm90.expert_configs import choose_experts_configs
 from moefp8.kernels.gemm.sm90.launch import kernel_of
 from moefp8.kernels.jit.elf import code_ranges
 from moefp8.kernels.jit.interleave import interleaved, promotions

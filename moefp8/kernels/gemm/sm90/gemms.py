@@ -10,17 +10,16 @@ from ..sizes import Sizes
 from ..sms import busy_sms
 from . import tuned
 from .config import GemmConfig
-from .dense import dense_config
-from .experts import (
+from .expert_configs import (
     describe_backward_configs,
     describe_configs,
     describe_gate_up_config,
     takes_tiles,
 )
-from .grouped import describe_grouped
+from .grouped_launch import describe_grouped
 from .k_grouped.launch import describe_k_grouped
 from .launch import describe_gemm
-from .tuned import ConfigSource, Pair
+from .tuned import ConfigSource, Pair, dense_config
 
 
 @dataclass(frozen=True)

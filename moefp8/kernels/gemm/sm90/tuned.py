@@ -22,6 +22,7 @@ from ...jit import (
     source_digest,
     write_beside_kernels,
 )
+from ...program import Record
 from ..sms import Sms
 from . import heuristic
 from .config import GemmConfig
@@ -100,6 +101,22 @@ class ConfigSource:
             return tuned
         all_sms = self.num_sms == self.all_sms
         return heuristic.choose_config(m, n, k, self.num_sms, all_sms, batch_invariant)
+
+
+def dense_config(
+    r: Record, configs: ConfigSource, m: int, n: int, k: int, batch_invariant: bool
+) -> GemmConfig:
+    """`ConfigSource.dense` in a description, which also says up to which M the config holds."""
+    config = configs.dense(m, n, k, batch_invariant)
+
+    def largest(most: int) -> int:
+        size = heuristic.deciding_size(m)
+        while size < most and configs.dense(size + 1, n, k, batch_invariant) == config:
+            size = heuristic.deciding_size(size + 1)
+        return size
+
+    r.hold(m, largest)
+    return config
 
 
 # ---- The file ----

@@ -5,7 +5,7 @@ from functools import cache
 
 from moefp8.kernels.gemm.sm90 import heuristic
 from moefp8.kernels.gemm.sm90.config import GemmConfig, is_possible, with_most_stages
-from moefp8.kernels.gemm.sm90.experts import choose_experts_configs
+from moefp8.kernels.gemm.sm90.expert_configs import choose_experts_configs
 from tests.gpu import NUM_SMS
 from tests.kernels.gemm.sm90 import families
 

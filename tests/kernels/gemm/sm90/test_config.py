@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from moefp8 import kernels
 from moefp8.kernels.gemm.sm90 import heuristic
 from moefp8.kernels.gemm.sm90.config import GemmConfig, is_possible, num_whole_tiles
-from moefp8.kernels.gemm.sm90.experts import choose_experts_configs
+from moefp8.kernels.gemm.sm90.expert_configs import choose_experts_configs
 from moefp8.testing import sizes
 from tests.functional.cases import DOWN_FAMILIES, GATE_UP_FAMILIES
 from tests.gpu import NUM_SMS

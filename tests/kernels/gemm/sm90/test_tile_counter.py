@@ -6,8 +6,8 @@ import torch
 from moefp8.kernels import jit
 from moefp8.kernels.gemm import segments
 from moefp8.kernels.gemm.interface import GroupLayout, GroupsOfTokens
-from moefp8.kernels.gemm.sm90 import grouped, heuristic, tile_counter
-from moefp8.kernels.gemm.sm90.grouped import takes_tiles
+from moefp8.kernels.gemm.sm90 import grouped_launch, heuristic, tile_counter
+from moefp8.kernels.gemm.sm90.grouped_launch import takes_tiles
 from moefp8.kernels.gemm.sms import Sms
 from tests.gpu import ARCH, NUM_SMS
 from tests.kernels.gemm.grouped_cases import (
@@ -52,7 +52,7 @@ def test_launches_count_the_products_of_all_groups(gpu, monkeypatch, layout, spa
     routing = routing_of(layout, (384, 512), 0)
     made, bounds = operands(routing, 9000, 128), routing.bounds_on()
     products = 896 * 9000 * 128
-    monkeypatch.setattr(grouped, "LEAST_PRODUCTS", products + spare)
+    monkeypatch.setattr(grouped_launch, "LEAST_PRODUCTS", products + spare)
     launch(routing, made, bounds, 448)
     assert torch.equal(made.d, expected_of(routing, made))
     assert bool(gpu.gemms[0].arguments.groups.tile_counter) == (spare == 0)

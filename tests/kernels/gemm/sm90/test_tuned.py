@@ -14,7 +14,7 @@ from moefp8.kernels.gemm.interface import GroupLayout
 from moefp8.kernels.gemm.sizes import Sizes
 from moefp8.kernels.gemm.sm90 import heuristic, tuned
 from moefp8.kernels.gemm.sm90.config import GemmConfig
-from moefp8.kernels.gemm.sm90.experts import experts_configs
+from moefp8.kernels.gemm.sm90.expert_configs import experts_configs
 from moefp8.kernels.gemm.sm90.gemms import Sm90
 from moefp8.kernels.gemm.sm90.tuned import ConfigSource, Dense, Experts, Table
 from moefp8.kernels.gemm.sms import set_num_sms
