@@ -147,7 +147,8 @@ def _maker(layer: Layer, base: ConfigSource) -> Callable[[int], Callable[[Any], 
 def _compile(kernels: Iterable[Kernel], shown: bool | None) -> None:
     distinct = list(dict.fromkeys(kernels))
     with Progress("compiling", len(distinct), "kernels", shown=shown) as bar:
-        compile_kernels(distinct, _here(_heuristic()).arch, done=bar.advance)
+        arch = current_driver().arch(torch.cuda.current_device())
+        compile_kernels(distinct, arch, done=bar.advance)
 
 
 def _call_of(
