@@ -15,13 +15,15 @@ from ..functional.activation_rows import (
     activation_rows_backward,
 )
 from ..functional.autograd import first_order, no_gradients, records
+from ..functional.expert_biases import bias_gradients_of_rows, bias_products
 from ..functional.grouped_bf16 import add_low_rank, grouped_outer
 from ..functional.grouped_linear import grouped_dgrad
 from ..kernels.common.activation import Activation
 from ..kernels.common.blocks import BLOCK, num_blocks
 from ..kernels.gemm.grouped import m_grouped_fp8_gemm_nt_contiguous
 from ..quant.quantize import quantize_1x128, quantize_gradient_1x128
-from ..routing import RoutingPlan, build_plan, combine
+from ..routing import RoutingPlan, build_plan
+from ..routing.combine import sum_rows
 
 
 class LowRank(NamedTuple):
@@ -50,7 +52,7 @@ class LowRank(NamedTuple):
 class Inputs(NamedTuple):
     """The arguments of experts with adapters.
 
-    hidden_states: [T, H] bf16, fp16 or fp32. The next six: as in `functional.experts`.
+    hidden_states: [T, H] bf16, fp16 or fp32. The next eight: as in `functional.experts`.
     a_of_gate_up to b_of_down: as in `LowRank`; None where there is no adapter.
     scaling_of_*: each adapter's scaling. The others are attributes of `GroupedExperts`.
     """
@@ -62,6 +64,8 @@ class Inputs(NamedTuple):
     gate_up_proj_scale_inv: torch.Tensor
     down_proj: torch.Tensor
     down_proj_scale_inv: torch.Tensor
+    gate_up_proj_bias: torch.Tensor | None
+    down_proj_bias: torch.Tensor | None
     a_of_gate_up: torch.Tensor | None
     b_of_gate_up: torch.Tensor | None
     a_of_down: torch.Tensor | None
@@ -117,23 +121,29 @@ def _forward(inputs: Inputs) -> tuple[torch.Tensor, Saved, RoutingPlan]:
     5. Sum the rows of every token, each times its weight.
     """
     x, (num_experts, h, i) = inputs.hidden_states, inputs.down_proj.shape
-    rank = {name: getattr(inputs, name) for name in ("expert_offset", "num_global_experts")}
-    plan = build_plan(inputs.top_k_index, num_experts, **rank)
+    plan = build_plan(
+        inputs.top_k_index,
+        num_experts,
+        expert_offset=inputs.expert_offset,
+        num_global_experts=inputs.num_global_experts,
+    )
     gate_up_adapter, down_adapter = _low_ranks(inputs)
     offsets, multiply = plan.expert_offsets, m_grouped_fp8_gemm_nt_contiguous
     rows, u_of_gate_up, u_of_down = _rows(x, plan), None, None
     gate_up, quantized = empty_gate_up(x, len(rows), i), quantize_1x128(rows, False)
-    for half, d in _halves(inputs, gate_up):
-        multiply(quantized, half, d, expert_offsets=offsets)
+    for half, d, bias in _halves(inputs, gate_up):
+        multiply(quantized, half, d, expert_offsets=offsets, bias=bias)
     if gate_up_adapter is not None:
         u_of_gate_up = gate_up_adapter.add_to(gate_up, rows.bfloat16(), offsets)
     activated = activation_rows(gate_up, inputs.activation)
     y = x.new_empty((len(rows), h), dtype=torch.bfloat16)
     down = inputs.down_proj, inputs.down_proj_scale_inv
-    multiply(quantize_1x128(activated, False), down, y, expert_offsets=offsets)
+    quantized, bias = quantize_1x128(activated, False), inputs.down_proj_bias
+    multiply(quantized, down, y, expert_offsets=offsets, bias=bias)
     if down_adapter is not None:
         u_of_down = down_adapter.add_to(y, activated, offsets)
-    return combine(y, plan, inputs.top_k_weights), Saved(u_of_gate_up, u_of_down, gate_up), plan
+    result = sum_rows(y, plan.token_to_row, inputs.top_k_weights)
+    return result, Saved(u_of_gate_up, u_of_down, gate_up), plan
 
 
 def _rows(x: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
@@ -144,22 +154,25 @@ def _rows(x: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
 Half = tuple[torch.Tensor, torch.Tensor]  # codes, scales
 
 
-def _halves(inputs: Inputs, gate_up: torch.Tensor) -> list[tuple[Half, torch.Tensor]]:
-    """Pairs of weights and their part of gate_up [R, 2, I]; no block spans gate and up."""
+def _halves(
+    inputs: Inputs, gate_up: torch.Tensor
+) -> list[tuple[Half, torch.Tensor, torch.Tensor | None]]:
+    """Weights, their part of gate_up [R, 2, I] and their biases; no block spans gate and up."""
     weight, scale_inv = inputs.gate_up_proj, inputs.gate_up_proj_scale_inv
-    i = gate_up.shape[2]
+    i, bias = gate_up.shape[2], inputs.gate_up_proj_bias
     if i % BLOCK == 0:
-        return [((weight, scale_inv), gate_up.flatten(1))]
+        return [((weight, scale_inv), gate_up.flatten(1), bias)]
     weights = zip(weight.split(i, 1), scale_inv.split(num_blocks(i), 1), strict=True)
-    return list(zip(weights, gate_up.unbind(1), strict=True))
+    biases = (None, None) if bias is None else bias.split(i, 1)
+    return list(zip(weights, gate_up.unbind(1), biases, strict=True))
 
 
 # ---- The gradient ----
 
 
 def _backward(
-    grad: torch.Tensor, inputs: Inputs, saved: Saved, plan: RoutingPlan, needs_x: bool
-) -> dict[str, torch.Tensor]:
+    grad: torch.Tensor, inputs: Inputs, saved: Saved, plan: RoutingPlan, needs: dict[str, bool]
+) -> dict[str, torch.Tensor | None]:
     """The gradients of `_forward`'s inputs, by name; its steps run in reverse.
 
     SwiGLU's gradient multiplies rows by the weights of their choices, and no earlier step does.
@@ -169,7 +182,8 @@ def _backward(
     gate_up_proj = inputs.gate_up_proj, inputs.gate_up_proj_scale_inv
     down_proj = inputs.down_proj, inputs.down_proj_scale_inv
     gate_up_adapter, down_adapter = _low_ranks(inputs)
-    offsets, rows, gradients = plan.expert_offsets, _rows(grad, plan), {}
+    offsets, rows = plan.expert_offsets, _rows(grad, plan)
+    gradients: dict[str, torch.Tensor | None] = {}
     dy = rows.bfloat16()
     quantized = quantize_gradient_1x128(rows)
     grad_activated = grouped_dgrad(*quantized, *down_proj, offsets, 1, keep_transposed)
@@ -180,7 +194,14 @@ def _backward(
             grad_activated, saved.gate_up, plan.token_to_row, weights, inputs.activation
         )
     )
-    gradients["top_k_weights"] = through.grad_weights.to(weights.dtype)
+    grad_scores = through.grad_weights
+    if inputs.down_proj_bias is not None:
+        here = inputs.top_k_index - inputs.expert_offset
+        grad_scores = grad_scores + bias_products(grad, inputs.down_proj_bias, here)
+    gradients["top_k_weights"] = grad_scores.to(weights.dtype)
+    gradients |= bias_gradients_of_rows(
+        needs, lambda: dy, through.weight_of_row, through.grad_gate_up, offsets
+    )
     if down_adapter is not None and saved.u_of_down is not None:
         activated = activation_rows(saved.gate_up, inputs.activation)
         v, u = (
@@ -188,7 +209,7 @@ def _backward(
         )
         gradients["a_of_down"] = grouped_outer(v, activated, offsets)
         gradients["b_of_down"] = grouped_outer(dy, u, offsets)
-    if needs_x:
+    if needs["hidden_states"]:
         quantized = through.codes, through.scale_inv
         grad_rows = grouped_dgrad(*quantized, *gate_up_proj, offsets, 2, keep_transposed)
     else:
@@ -198,11 +219,13 @@ def _backward(
         v = gate_up_adapter.add_gradient_to(grad_rows, dy, offsets)
         gradients["a_of_gate_up"] = grouped_outer(v, _rows(x, plan).bfloat16(), offsets)
         gradients["b_of_gate_up"] = grouped_outer(dy, saved.u_of_gate_up, offsets)
-    if needs_x:
-        gradients["hidden_states"] = combine(grad_rows, plan, through.is_first).to(x.dtype)
+    if needs["hidden_states"]:
+        grad_x = sum_rows(grad_rows, plan.token_to_row, through.is_first)
+        gradients["hidden_states"] = grad_x.to(x.dtype)
     return gradients
 
 
+BIASES = "gate_up_proj_bias", "down_proj_bias"
 _TENSORS = Inputs._fields.index("scaling_of_gate_up")
 _DIFFERENTIABLE = "hidden_states", "top_k_weights", *Inputs._fields[7:_TENSORS]
 
@@ -234,5 +257,8 @@ class _AdaptedExperts(torch.autograd.Function):
         weight_gradients = no_gradients(grad, ctx.layer, [needs[x] for x in names], tensors[3:7])
         gradients = dict(zip(names, weight_gradients, strict=True))
         if any(needs[name] for name in _DIFFERENTIABLE):
-            gradients |= _backward(grad, inputs, saved, plan, needs["hidden_states"])
+            gradients |= _backward(grad, inputs, saved, plan, needs)
+            for name in BIASES:
+                if (gradient := gradients.get(name)) is not None:
+                    gradients[name] = gradient.to(getattr(inputs, name).dtype)
         return None, *(gradients.get(x) if needs[x] else None for x in Inputs._fields)

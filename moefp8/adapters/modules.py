@@ -11,7 +11,7 @@ from torch import nn
 
 from ..kernels.common.checks import FLOATS, check_tensor
 from ..layers import FP8Linear, GroupedExperts
-from ..layers.experts import WEIGHTS
+from ..layers.experts import BIASES, WEIGHTS
 from .experts import Inputs, adapted_experts
 from .lora import LoRA
 
@@ -76,7 +76,7 @@ def compute_adapted(
 ) -> torch.Tensor:
     """`GroupedExperts.compute`, with adapters beside the weights that are their keys."""
     check_tensor("GroupedExperts", "hidden_states", hidden_states, FLOATS)
-    weights: dict[str, Any] = {name: experts._look_up(name) for name in WEIGHTS}
+    weights: dict[str, Any] = {name: experts._look_up(name) for name in (*WEIGHTS, *BIASES)}
     inputs = Inputs(
         hidden_states,
         top_k_index,
@@ -97,5 +97,5 @@ def compute_adapted(
 def _fields(name: str, adapter: Factors | None) -> dict[str, Any]:
     """What `Inputs` has of the adapter of that projection."""
     a, b, scaling = adapter or (None, None, 0.0)
-    a, b = (x if x is None else x.bfloat16() for x in (a, b))
+    a, b = [x if x is None else x.bfloat16() for x in (a, b)]
     return {f"a_of_{name}": a, f"b_of_{name}": b, f"scaling_of_{name}": scaling}

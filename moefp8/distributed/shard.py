@@ -34,7 +34,7 @@ Kind = Literal["rows", "columns", "experts", "intermediate"]
 _AXES = {
     "rows": "out_features of an nn.Linear or FP8Linear",
     "columns": "in_features of an nn.Linear or FP8Linear",
-    "experts": "experts of a GroupedExperts or of stacks without scales and biases",
+    "experts": "experts of a GroupedExperts, PlainExperts, or stacks without scales and biases",
     "intermediate": "the intermediate size of experts, or of gate_proj, up_proj and down_proj",
 }
 _PROJECTIONS: dict[str, Kind] = {"gate_proj": "rows", "up_proj": "rows", "down_proj": "columns"}
@@ -62,7 +62,8 @@ def shard(model: nn.Module, plan: Mapping[str, Kind], rank: int, num_ranks: int)
     - "rows": `out_features`; each rank gives its own columns of the output.
     - "columns": `in_features`; takes [..., end - begin] of the input, and the outputs of all ranks
       sum up to the whole. A bias is on rank 0 alone.
-    - "intermediate": I of experts, or of gate_proj, up_proj and down_proj; the outputs sum up.
+    - "intermediate": I of experts, or of gate_proj, up_proj and down_proj; the outputs sum up. A
+      bias of down is on rank 0 alone.
     - "experts": E; the outputs sum up. The module takes the ids of the whole model, and counts
       those of other ranks with score 0. `expert_offset` is the id of its first expert, and
       `num_global_experts` how many the whole model has.
@@ -140,9 +141,10 @@ def _is_linear(module: Any) -> bool:
 
 
 def _is_experts(module: nn.Module) -> bool:
-    """Whether it is a `GroupedExperts`, or has stacked weights and neither scales nor biases."""
+    """Whether it is ours, or has stacked weights and neither scales nor biases."""
     names = {name for name, parameter in module._parameters.items() if parameter is not None}
-    is_known = isinstance(module, GroupedExperts) or names == {"gate_up_proj", "down_proj"}
+    is_ours = isinstance(module, GroupedExperts | PlainExperts)
+    is_known = is_ours or names == {"gate_up_proj", "down_proj"}
     return is_known and is_stacked(module)
 
 
@@ -155,6 +157,9 @@ def _axes(module: Any, kind: Kind) -> tuple[int, dict[str, int]]:
     gate_up, down = (0, 0) if kind == "experts" else (1, 2)
     axes = {"gate_up_proj": gate_up, "down_proj": down}
     axes |= {f"{stack}{_SCALE}": axis for stack, axis in axes.items()}
+    axes["gate_up_proj_bias"] = gate_up
+    if kind == "experts":
+        axes["down_proj_bias"] = 0
     return module.down_proj.shape[down], axes
 
 
@@ -183,9 +188,10 @@ def _apply(cut: _Cut) -> None:
         local = _local(parameter.detach(), parts)
         module._parameters[name] = nn.Parameter(local, parameter.requires_grad)
     note_parts(module, cut.parts)
-    if cut.kind == "columns" and cut.part.begin > 0 and module.bias is not None:
-        module.bias = None
-        note_parts(module, {"bias": {}})
+    summed = {"columns": "bias", "intermediate": "down_proj_bias"}.get(cut.kind)
+    if summed and cut.part.begin > 0 and module._parameters.get(summed) is not None:
+        setattr(module, summed, None)
+        note_parts(module, {summed: {}})
     _tell(module, cut.kind, cut.part)
 
 

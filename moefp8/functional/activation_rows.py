@@ -193,12 +193,10 @@ def weights_of_rows(
 
 
 def _launch_backward(inputs: ActivationBackwardInputs) -> ActivationGradients:
-    gradients = _allocate_backward(inputs)
     grad, gate_up, token_to_row, weights, activation = inputs
     if grad.numel() == 0:
-        gradients.grad_weights.zero_()
-        gradients.is_first.zero_()
-        return gradients
+        return _body_backward(inputs)
+    gradients = _allocate_backward(inputs)
     gate_up, token_to_row = in_saved_layout(gate_up), token_to_row.contiguous()
     if (grad.data_ptr() | 2 * grad.stride(0)) % 16 or grad.stride(1) != 1:
         grad = _empty_rows(grad, *grad.shape).copy_(grad)

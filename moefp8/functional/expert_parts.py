@@ -3,16 +3,19 @@
 T tokens, k choices each, E experts, H hidden, I intermediate, R rows.
 """
 
+from collections.abc import Hashable
 from typing import NamedTuple, Protocol
 
 import torch
 
 from ..kernels.common.blocks import E4M3, TMA_BYTES, num_blocks
+from ..kernels.common.prepared import layout_of
 from ..kernels.common.tma_operands import fitting, with_strides_of
 from ..kernels.gemm.interface import Config, GateUp, GroupLayout, GroupsOfTokens
 from ..kernels.gemm.sizes import Sizes, mean_load
-from ..kernels.program import Codes, Place, Record, Tensor, Word
+from ..kernels.program import Codes, Place, Record, Tensor, Word, layouts
 from ..routing.dispatch import Dispatched
+from .expert_biases import BiasGradients
 
 # Timed at 1 to 32 tokens of whole layers and ranks of five models on an H200: first weights are
 # prefetched by a guess if there is a choice for every eighth expert.
@@ -27,14 +30,18 @@ class Choices(NamedTuple):
 
 
 class ExpertWeights(NamedTuple):
-    """Codes and scales of all experts, which TMA can address.
+    """Codes and scales of all experts, which TMA can address, and their biases.
 
     gate, up: [E, I, H], of one layout. down: [E, H, I].
+    gate_bias, up_bias: [E, I], of one layout. down_bias: [E, H].
     """
 
     gate: Codes
     up: Codes
     down: Codes
+    gate_bias: Tensor | None = None
+    up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
 
 
 class TransposedWeights(NamedTuple):
@@ -79,10 +86,12 @@ def describe_rows_gemm(
     dispatched: Dispatched,
     *,
     follows_dispatch: bool,
+    bias: Tensor | None = None,
     gate_up: GateUp | None = None,
 ) -> None:
     """Add the GEMM of the rows of all experts to r.
 
+    bias: [E, N].
     follows_dispatch: it is the first of two GEMMs, so the step right before it writes its bounds.
         Each of the two has its own tile counter.
     """
@@ -100,7 +109,7 @@ def describe_rows_gemm(
         counter = dispatched.tile_counters.after(0 if follows_dispatch else 4)
         groups = groups._replace(tile_counter=counter)
     _, load = mean_load(sizes)
-    r.target.gemms.describe(r, config, a, b, d, load, groups=groups, gate_up=gate_up)
+    r.target.gemms.describe(r, config, a, b, d, load, bias=bias, groups=groups, gate_up=gate_up)
 
 
 def expected_tokens(sizes: Sizes) -> int:
@@ -119,6 +128,9 @@ def results_layout(name: str, shape: tuple[int, int], alignment: int) -> Tensor:
 # ---- Contiguous tensors, for records that are made from sizes only ----
 
 
+BiasDtypes = tuple[torch.dtype | None, torch.dtype | None]
+
+
 class CallTensors(NamedTuple):
     """The contiguous tensors of a call: their dtypes and alignment.
 
@@ -126,12 +138,14 @@ class CallTensors(NamedTuple):
     scores: the dtype of the scores.
     is_aligned: whether tokens and results are at multiples of 16 bytes.
     saved: the dtype of gate and up, saved for a backward; None: they are not saved.
+    biases: the dtypes of the biases of gate and up, and of down; None: there is none.
     """
 
     dtype: torch.dtype = torch.bfloat16
     scores: torch.dtype = torch.float32
     is_aligned: bool = True
     saved: torch.dtype | None = None
+    biases: BiasDtypes = (None, None)
 
     def tokens(self, name: str, sizes: Sizes) -> Tensor:
         x = Tensor.contiguous(name, sizes.num_tokens, sizes.hidden_size, dtype=self.dtype)
@@ -160,6 +174,33 @@ class CallTensors(NamedTuple):
             return Tensor.contiguous("saved", rows, 2, i), None
         scales = Tensor.contiguous("saved_scales", num_blocks(i), 2 * rows, dtype=torch.float32)
         return Tensor.contiguous("saved", 2 * rows, i, dtype=E4M3), scales.mT
+
+    def weights(self, sizes: Sizes) -> ExpertWeights:
+        """The weights of the inputs "gate", "up" and "down", and their biases."""
+        e, h, i = sizes[2:5]
+        gate, up = (Codes.contiguous(name, e, i, h) for name in ("gate", "up"))
+        down, gate_bias, up_bias = Codes.contiguous("down", e, h, i), None, None
+        if (dtype := self.biases[0]) is not None:
+            halves = Tensor.contiguous("gate_bias", e, 2 * i, dtype=dtype)
+            gate_bias = halves._replace(shape=(e, i))
+            up_bias = gate_bias._replace(place=Place("up_bias"))
+        return ExpertWeights(gate, up, down, gate_bias, up_bias, self._down_bias(sizes))
+
+    def bias_gradients(self, sizes: Sizes) -> BiasGradients:
+        """The bias of down, and the gradients of all biases."""
+        e, h, i = sizes[2:5]
+        widths = {"grad_gate_up_bias": 2 * i, "grad_down_bias": h}
+        gradients = [
+            None if dtype is None else Tensor.contiguous(name, e, width, dtype=torch.float32)
+            for (name, width), dtype in zip(widths.items(), self.biases, strict=True)
+        ]
+        return BiasGradients(self._down_bias(sizes), *gradients)
+
+    def _down_bias(self, sizes: Sizes) -> Tensor | None:
+        if (dtype := self.biases[1]) is None:
+            return None
+        shape = sizes.num_experts, sizes.hidden_size
+        return Tensor.contiguous("down_bias", *shape, dtype=dtype)
 
 
 BF16_CALL = CallTensors()
@@ -204,11 +245,35 @@ def fitting_weights(weights: Weights) -> Weights:
     )
 
 
-def weights_layout(weights: Weights) -> ExpertWeights:
-    """The layouts of the weights of a call."""
+def weights_layout(
+    weights: Weights,
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+) -> ExpertWeights:
+    """The layouts of the weights and biases of a call."""
     gate, gate_scales, up, up_scales, down, down_scales = weights
+    halves = {}
+    if gate_up_bias is not None:
+        gate_bias, up_bias = gate_up_bias.chunk(2, 1)
+        halves = layouts(gate_bias=gate_bias, up_bias=up_bias)
     return ExpertWeights(
         Codes.of(gate, gate_scales, "gate"),
         Codes.of(up, up_scales, "up"),
         Codes.of(down, down_scales, "down"),
+        **halves,
+        **layouts(down_bias=down_bias),
     )
+
+
+def bias_addresses(
+    gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None
+) -> tuple[tuple[int, int, int], Hashable]:
+    """The addresses of the biases of gate, up and down, 0 for None; and a key of their layouts."""
+    gate = up = down = 0
+    if gate_up_bias is not None:
+        gate = gate_up_bias.data_ptr()
+        up = gate + gate_up_bias.shape[1] // 2 * gate_up_bias.itemsize
+    if down_bias is not None:
+        down = down_bias.data_ptr()
+    key = tuple([None if x is None else layout_of(x) for x in (gate_up_bias, down_bias)])
+    return (gate, up, down), key

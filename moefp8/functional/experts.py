@@ -16,6 +16,7 @@ from ..kernels.common.blocks import E4M3, TMA_BYTES, num_blocks
 from ..kernels.common.checks import (
     FLOATS,
     check_choices,
+    check_group_bias,
     check_quantized_or_not,
     check_rank,
     check_rows_contiguous,
@@ -37,9 +38,11 @@ from ..routing.dispatch import dispatch_rows
 from ..routing.plan import build_maps
 from .activation import activate, empty_gate_up
 from .autograd import first_order, no_gradients, records
+from .expert_biases import empty_bias_gradients
 from .expert_parts import (
     Choices,
     Combine,
+    bias_addresses,
     fitting_weights,
     results_layout,
     split_weights,
@@ -76,6 +79,8 @@ class ExpertsInputs(NamedTuple):
         sum with `addend`.
     hidden_states_scale_inv: fp32 [T, ceil(H/128)], any strides: the scales of e4m3 hidden states;
         None for others.
+    gate_up_proj_bias, down_proj_bias: [E, 2I], gate first, and [E, H], bf16, fp16 or fp32, with
+        contiguous rows; or None. They are added in FP32 to the sums of the GEMMs.
     """
 
     hidden_states: torch.Tensor
@@ -91,6 +96,8 @@ class ExpertsInputs(NamedTuple):
     num_global_experts: int | None = None
     addend: torch.Tensor | None = None
     hidden_states_scale_inv: torch.Tensor | None = None
+    gate_up_proj_bias: torch.Tensor | None = None
+    down_proj_bias: torch.Tensor | None = None
 
 
 def _allocate(inputs: ExpertsInputs) -> torch.Tensor:
@@ -100,7 +107,8 @@ def _allocate(inputs: ExpertsInputs) -> torch.Tensor:
     dtypes = ((hidden_states.dtype,), ids, FLOATS, (E4M3,), fp32, (E4M3,), fp32)
     named = dict(zip(inputs._fields, inputs[:7], strict=False))
     scale_inv = inputs.hidden_states_scale_inv
-    check_same_device(_OP, **named, addend=addend, hidden_states_scale_inv=scale_inv)
+    biases = {x: getattr(inputs, x) for x in ("gate_up_proj_bias", "down_proj_bias")}
+    check_same_device(_OP, **named, addend=addend, hidden_states_scale_inv=scale_inv, **biases)
     check_quantized_or_not(_OP, "hidden_states", hidden_states, scale_inv)
     for (name, x), allowed in zip(named.items(), dtypes, strict=True):
         check_tensor(_OP, name, x, allowed, 3 if "proj" in name else 2)
@@ -120,12 +128,17 @@ def _allocate(inputs: ExpertsInputs) -> torch.Tensor:
     if addend is not None:
         check_tensor(_OP, "addend", addend, (torch.bfloat16,), 2)
         check_shape(_OP, "addend", addend, [num_tokens, h], "[T, H] as hidden_states")
+    check_group_bias(_OP, "gate_up_proj_bias", inputs.gate_up_proj_bias, [e, 2 * i], "[E, 2I]")
+    check_group_bias(_OP, "down_proj_bias", inputs.down_proj_bias, [e, h], "[E, H]")
     check_activation(_OP, inputs.activation)
     if top_k < 1 or e < 1:
         raise ValueError(f"{_OP}: k and E must be at least 1, got k = {top_k} and E = {e}")
     check_rank(_OP, e, inputs.expert_offset, inputs.num_global_experts)
     check_rows_contiguous(_OP, "gate_up_proj", inputs.gate_up_proj)
     check_rows_contiguous(_OP, "down_proj", down)
+    for name, bias in biases.items():
+        if bias is not None:
+            check_rows_contiguous(_OP, name, bias)
     return hidden_states.new_empty((num_tokens, h), dtype=torch.bfloat16)
 
 
@@ -136,7 +149,7 @@ def _body(inputs: ExpertsInputs, gate_up: torch.Tensor | None = None) -> torch.T
     num_experts, h, i = down_proj.shape
     if is_on_cpu := hidden_states.device.type == "cpu":
         check_choices(_OP, top_k_index, inputs.num_global_experts or num_experts)
-    if i == 0:
+    if i == 0 and inputs.down_proj_bias is None:
         return y.zero_() if inputs.addend is None else y.zero_().add_(inputs.addend)
     maps = build_maps(top_k_index, num_experts, 1, None, inputs.expert_offset)
     _, expert_offsets, row_to_token, _, token_to_row = maps
@@ -152,17 +165,23 @@ def _body(inputs: ExpertsInputs, gate_up: torch.Tensor | None = None) -> torch.T
     for expert, (begin, end) in enumerate(pairwise(expert_offsets.tolist())):
         if begin == end:
             continue
-        weights = gate_up_proj[expert].split(i)
-        scales = gate_up_scales[expert].split(num_blocks(i))
+        weights = gate_up_proj[expert].unflatten(0, (2, i))
+        scales = gate_up_scales[expert].unflatten(0, (2, num_blocks(i)))
         gate, up = (
             product(data[begin:end], scale_inv[begin:end], *half)
             for half in zip(weights, scales, strict=True)
         )
+        if inputs.gate_up_proj_bias is not None:
+            gate_bias, up_bias = inputs.gate_up_proj_bias[expert].float().unflatten(0, (2, i))
+            gate, up = gate + gate_bias, up + up_bias
         if gate_up is not None:
             gate_up[begin:end, 0], gate_up[begin:end, 1] = gate, up
         activated = quantize_1x128(activate(gate, up, inputs.activation, exact=is_on_cpu))
         down_weights = down_proj[expert], down_scales[expert]
-        rows[begin:end] = product(*activated, *down_weights)
+        result = product(*activated, *down_weights)
+        if inputs.down_proj_bias is not None:
+            result = result + inputs.down_proj_bias[expert].float()
+        rows[begin:end] = result
     return combine_rows(rows, token_to_row, top_k_weights, inputs.addend)
 
 
@@ -170,7 +189,7 @@ def _body(inputs: ExpertsInputs, gate_up: torch.Tensor | None = None) -> torch.T
 class _Prepared:
     """A prepared call for one layout of weights and tokens.
 
-    num_parts: the number of parts in which tokens are computed; 0: there is nothing to compute.
+    num_parts: the number of parts in which tokens are computed; 0: no GEMM has anything to compute.
     up, up_scales: bytes from gate to up, and from gate's scales to up's.
     fits: whether TMA can address the weights; if not, every call copies them.
     launches: the prepared launches; None if the tokens are split or copied first.
@@ -201,7 +220,7 @@ def launch_experts(
     word: a number for the kernel of `combine`, which may differ from call to call.
     """
     tensors, driver = inputs[:7], current_driver()
-    addend, x_scale_inv = inputs[11:]
+    addend, x_scale_inv, gate_up_bias, down_bias = inputs[11:]
     x, addresses = tensors[0], tuple([z.data_ptr() for z in tensors])
     x_address, _, _, gate, gate_scales, down, _ = addresses
     y_alignment = 0 if y is None else y.data_ptr() % 16
@@ -209,10 +228,13 @@ def launch_experts(
     scales, scales_layout = 0, None
     if x_scale_inv is not None:
         scales, scales_layout = x_scale_inv.data_ptr(), layout_of(x_scale_inv)
+    biases, biases_layout = (0, 0, 0), None
+    if gate_up_bias is not None or down_bias is not None:
+        biases, biases_layout = bias_addresses(gate_up_bias, down_bias)
     key = (
         _OP,
         tuple([layout_of(z) for z in tensors]),
-        (addend_layout, scales_layout, combine),
+        (addend_layout, scales_layout, biases_layout, combine),
         (x_address % 16, gate % 16, down % 16, y_alignment, added % 16),
         inputs[7:11],
         gate_up is not None,
@@ -235,7 +257,7 @@ def launch_experts(
         weights = tuple([z.data_ptr() for z in copies])
     saved = 0 if gate_up is None else gate_up.data_ptr()
     others = y.data_ptr(), added, saved, scales, word
-    prepared.launches(x.get_device(), (*addresses[:3], *weights, *others))
+    prepared.launches(x.get_device(), (*addresses[:3], *weights, *others, *biases))
     return y
 
 
@@ -245,9 +267,7 @@ def _launch_parts(
     """Launch part by part, or at once with contiguous copies of hidden states and addend."""
     addend = inputs.addend
     if num_parts == 0:
-        y.zero_()
-        if addend is not None:
-            y.add_(addend.detach())
+        y.copy_(_body(inputs))
     elif num_parts == 1:
         addend = None if addend is None else addend.contiguous()
         whole = inputs._replace(hidden_states=inputs.hidden_states.contiguous(), addend=addend)
@@ -269,7 +289,7 @@ def _prepare(
     inputs: ExpertsInputs, y_alignment: int, saves: bool, combine: Combine | None
 ) -> _Prepared:
     x, ids, scores, *_ = inputs
-    activation, masked, expert_offset, num_global_experts, addend, x_scale_inv = inputs[7:]
+    activation, masked, expert_offset, num_global_experts, addend, x_scale_inv = inputs[7:13]
     (num_tokens, top_k), (num_experts, h, i) = ids.shape, inputs.down_proj.shape
     layer = num_tokens, top_k, num_experts, h, i
     sizes = Sizes(*layer, masked, num_global_experts)
@@ -290,7 +310,7 @@ def _prepare(
         sizes,
         Tensor.of(x, "x"),
         Choices(Tensor.of(ids, "ids"), Tensor.of(scores, "scores")),
-        weights_layout(fitting),
+        weights_layout(fitting, inputs.gate_up_proj_bias, inputs.down_proj_bias),
         results_layout("y", (num_tokens, h), gcd(y_alignment, TMA_BYTES)),
         activation=activation,
         expert_offset=expert_offset,
@@ -390,21 +410,28 @@ def launch_combining(
 # ---- Autograd ----
 
 
+# The inputs that have gradients, but the addend.
+TRAINED = "hidden_states", "top_k_weights", "gate_up_proj_bias", "down_proj_bias"
+
+
 class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, layer: str, saved_dtype: torch.dtype, keep_transposed: bool | None, *args: Any
     ) -> torch.Tensor:
         inputs = ExpertsInputs(*args)
-        ctx.saves = any(ctx.needs_input_grad[3:-2])
-        if not ctx.saves:  # only the addend needs a gradient
+        needs = dict(zip(ExpertsInputs._fields, ctx.needs_input_grad[3:], strict=True))
+        ctx.saves = any(needs[name] for name in needs if name != "addend")
+        if not ctx.saves:
             return cast(torch.Tensor, experts(*inputs))
         y, gate_up = experts_saving(*inputs)
         scale_inv = None
         if saved_dtype == E4M3:
             gate_up, scale_inv = quantize_op(gate_up.flatten(0, 1), False)
-        ctx.save_for_backward(*inputs[1:3], gate_up, scale_inv, *inputs[3:7])
-        ctx.layer, ctx.dtypes = layer, (inputs.hidden_states.dtype, inputs.top_k_weights.dtype)
+        bias = inputs.down_proj_bias
+        ctx.save_for_backward(*inputs[1:3], gate_up, scale_inv, *inputs[3:7], bias)
+        ctx.layer = layer
+        ctx.dtypes = {name: x.dtype for name in TRAINED if (x := getattr(inputs, name)) is not None}
         rank = inputs.expert_offset, inputs.num_global_experts
         ctx.options = inputs.activation, keep_transposed, *rank
         return y
@@ -423,16 +450,18 @@ def _gradients(
     ctx: Any, grad: torch.Tensor, needs: dict[str, bool]
 ) -> dict[str, torch.Tensor | None]:
     """All gradients but that of the addend, by the names of inputs."""
-    saved, dtypes = ctx.saved_tensors, ctx.dtypes
+    saved = ctx.saved_tensors
     gradients: dict[str, torch.Tensor | None] = {}
-    if needs["hidden_states"] or needs["top_k_weights"]:
-        dx, grad_weights = experts_backward(grad, *saved, *ctx.options)
-        if needs["hidden_states"]:
-            gradients["hidden_states"] = dx.to(dtypes[0])
-        if needs["top_k_weights"]:
-            gradients["top_k_weights"] = grad_weights.to(dtypes[1])
+    if any(needs[name] for name in TRAINED):
+        down = saved[6]
+        biases = empty_bias_gradients(needs, down.device, down.shape)
+        dx, grad_scores = experts_backward(grad, *saved, *biases.values(), *ctx.options)
+        made = {"hidden_states": dx, "top_k_weights": grad_scores, **biases}
+        for name, x in made.items():
+            if needs[name] and x is not None:
+                gradients[name] = x.to(ctx.dtypes[name])
     names = ExpertsInputs._fields[3:7]
-    grad_projections = no_gradients(grad, ctx.layer, [needs[x] for x in names], saved[4:])
+    grad_projections = no_gradients(grad, ctx.layer, [needs[x] for x in names], saved[4:8])
     return gradients | dict(zip(names, grad_projections, strict=True))
 
 
@@ -450,7 +479,7 @@ def routed_experts(
     saved_dtype: torch.dtype = torch.bfloat16,
     keep_transposed: bool | None = None,
 ) -> torch.Tensor:
-    """`experts` -> bf16 [T, H], with gradients in hidden states, top_k_weights and addend.
+    """`experts` -> bf16 [T, H], with gradients in hidden states, top_k_weights, biases and addend.
 
     layer: the name in the error that a wanted gradient of a weight raises.
     saved_dtype: of gate and up, saved for the backward: bf16, or e4m3 with 1x128 scales.

@@ -30,7 +30,7 @@ from ..kernels.gemm.dense import block_scaled_matmul
 from ..kernels.gemm.sizes import Sizes
 from ..kernels.jit import current_driver
 from ..kernels.program import Codes, Record, Tensor, layouts, prepare_launches
-from ..kernels.registry import register_inputs
+from ..kernels.registry import Written, register_inputs
 from ..kernels.targets import target_of
 from ..quant.block_scaled import BlockScaled, dequantize
 from ..quant.numerics import quantize_1x128
@@ -39,6 +39,12 @@ from ..routing.dispatch import dispatch_rows
 from ..routing.plan import build_maps
 from .activation import is_readable, readable_saved
 from .activation_rows import weights_of_rows
+from .expert_biases import (
+    BIAS_INPUTS,
+    BiasGradients,
+    add_bias_gradients,
+    check_bias_gradients,
+)
 from .expert_parts import Choices, Combine, TransposedWeights, results_layout
 from .experts_records import BACKWARD_INPUTS, describe_experts_backward, num_parts_of
 from .feed_forward_backward import through_activation
@@ -56,6 +62,8 @@ class ExpertsBackwardInputs(NamedTuple):
         from `quantize_gradient_1x128`, with the same result, bit for bit.
     gate_up: saved by `experts_saving`, bf16 [T k, 2, I], or its codes, e4m3 [2 T k, I].
     gate_up_scale_inv: fp32 [2 T k, ceil(I/128)], the scales of the codes; None for bf16.
+    grad_gate_up_proj_bias, grad_down_proj_bias: fp32 [E, 2I] and [E, H], contiguous, to which the
+        gradients of the biases are added; None: they are not wanted.
     keep_transposed: whether transposed weights are kept on a GPU, see `transposed`.
     grad_scale_inv: fp32 [T, ceil(H/128)], any strides: the scales of an e4m3 `grad`; else None.
     The others: as in `ExpertsInputs`.
@@ -70,6 +78,9 @@ class ExpertsBackwardInputs(NamedTuple):
     gate_up_proj_scale_inv: torch.Tensor
     down_proj: torch.Tensor
     down_proj_scale_inv: torch.Tensor
+    down_proj_bias: torch.Tensor | None
+    grad_gate_up_proj_bias: Written | None
+    grad_down_proj_bias: Written | None
     activation: Activation
     keep_transposed: bool | None
     expert_offset: int = 0
@@ -93,6 +104,17 @@ def _check(inputs: ExpertsBackwardInputs) -> None:
         check_tensor(_OP, "gate_up", gate_up, (E4M3,), 2)
         saved = [2 * num_rows, i]
     check_shape(_OP, "gate_up", gate_up, saved, "two rows of I for each choice")
+    check_bias_gradients(_OP, inputs.down_proj.shape, *_biases(inputs))
+    check_same_device(_OP, grad=grad, **dict(zip(BIAS_INPUTS, _biases(inputs), strict=True)))
+
+
+_Biases = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+
+
+def _biases(inputs: ExpertsBackwardInputs) -> _Biases:
+    """In the order of `BIAS_INPUTS`."""
+    grad_gate_up, grad_down = inputs.grad_gate_up_proj_bias, inputs.grad_down_proj_bias
+    return inputs.down_proj_bias, grad_gate_up, grad_down
 
 
 def _empty(inputs: ExpertsBackwardInputs) -> Gradients:
@@ -115,7 +137,7 @@ def _body(inputs: ExpertsBackwardInputs) -> Gradients:
     maps = build_maps(ids, num_experts, 1, None, inputs.expert_offset)
     _, expert_offsets, row_to_token, _, token_to_row = maps
     num_rows = len(row_to_token)
-    if num_rows == 0 or i == 0:
+    if num_rows == 0 or (i == 0 and not any(x is not None for x in _biases(inputs))):
         return dx.zero_(), top_k_weights.new_zeros(ids.shape, dtype=torch.float32)
     if gate_up_scales is not None:
         gate_up = dequantize(BlockScaled(gate_up, gate_up_scales)).view(num_rows, 2, i)
@@ -125,19 +147,27 @@ def _body(inputs: ExpertsBackwardInputs) -> Gradients:
         data, scale_inv = quantize_1x128(grad, min_amax=MIN_GRADIENT_AMAX)
     data, scale_inv = (dispatch_rows(x, row_to_token) for x in (data, scale_inv))
     rows, products = grad.new_zeros(num_rows, h, dtype=torch.bfloat16), weight_of_row * 0
+    grad_gate_up = grad.new_zeros(num_rows, 2 * i, dtype=torch.float32)
     for expert, (begin, end) in enumerate(pairwise(expert_offsets.tolist())):
         if begin == end:
             continue
         down_weights = down_proj[expert].mT, down_scales[expert].mT
         grad_activated = block_scaled_matmul(data[begin:end], scale_inv[begin:end], *down_weights)
-        halves = gate_up_proj[expert].split(i), gate_up_proj_scales[expert].split(num_blocks(i))
-        rows[begin:end], products[begin:end] = through_activation(
+        halves = (
+            gate_up_proj[expert].unflatten(0, (2, i)),
+            gate_up_proj_scales[expert].unflatten(0, (2, num_blocks(i))),
+        )
+        rows[begin:end], products[begin:end], grad_gate_up[begin:end] = through_activation(
             grad_activated.bfloat16(),
             gate_up[begin:end],
             weight_of_row[begin:end, None],
             list(zip(*halves, strict=True)),
             inputs.activation,
         )
+    if any(x is not None for x in _biases(inputs)):
+        outputs = dequantize(BlockScaled(data, scale_inv), torch.float32)
+        args = outputs, grad_gate_up, weight_of_row, expert_offsets
+        products += add_bias_gradients(*_biases(inputs), *args)
     grad_weights = products[token_to_row.clamp(min=0)].masked_fill(token_to_row < 0, 0.0)
     return combine_rows(rows, token_to_row, is_first), grad_weights
 
@@ -163,6 +193,10 @@ def _launch_into(
     word: a number for the kernel of `combine`, which may differ from call to call.
     """
     if 0 in (*inputs.top_k_index.shape, *inputs.down_proj.shape):
+        if any(x is not None for x in _biases(inputs)):
+            for target, x in zip((dx, grad_weights), _body(inputs), strict=True):
+                target.copy_(x)
+            return
         _check(inputs)
         dx.zero_()
         grad_weights.zero_()
@@ -215,7 +249,7 @@ def _launch_part(
     word: int = 0,
 ) -> None:
     grad, ids, top_k_weights, gate_up, scales = inputs[:5]
-    grad_scales = inputs.grad_scale_inv
+    grad_scales, biases = inputs.grad_scale_inv, _biases(inputs)
     driver = current_driver()
     tensors = grad, ids, top_k_weights, gate_up, *weights
     key = (
@@ -225,6 +259,7 @@ def _launch_part(
         None if grad_scales is None else layout_of(grad_scales),
         grad.data_ptr() % 16,
         dx.data_ptr() % 16,
+        tuple([None if x is None else layout_of(x) for x in biases]),
         inputs.activation,
         inputs.expert_offset,
         inputs.num_global_experts,
@@ -240,7 +275,8 @@ def _launch_part(
     addresses = [x.data_ptr() for x in (*weights, dx, grad_weights)]
     saved = gate_up.data_ptr(), saved_scales
     tokens = grad.data_ptr(), ids.data_ptr(), top_k_weights.data_ptr()
-    prepared(grad.get_device(), (*tokens, *saved, *addresses, grad_scales_address, word))
+    others = grad_scales_address, word, *[0 if x is None else x.data_ptr() for x in biases]
+    prepared(grad.get_device(), (*tokens, *saved, *addresses, *others))
 
 
 def _prepare(
@@ -267,6 +303,7 @@ def _prepare(
         activation=inputs.activation,
         expert_offset=inputs.expert_offset,
         combine=combine,
+        biases=BiasGradients.of(*_biases(inputs)),
         **layouts(
             grad=inputs.grad,
             grad_scales=inputs.grad_scale_inv,

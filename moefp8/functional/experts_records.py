@@ -45,6 +45,7 @@ from ..kernels.targets import ANY_TARGET
 from ..routing.combine import describe_combine
 from ..routing.dispatch import Dispatched, describe_dispatch
 from .activation import describe_activation_backward
+from .expert_biases import BIAS_INPUTS, NO_BIASES, BiasGradients, describe_bias_gradients
 from .expert_parts import (
     BF16_CALL,
     CallTensors,
@@ -61,11 +62,13 @@ INPUTS = (
     *("x", "ids", "scores"),
     *("gate", "gate_scales", "up", "up_scales", "down", "down_scales"),
     *("y", "addend", "saved", "x_scales", "word"),
+    *("gate_bias", "up_bias", "down_bias"),
 )
 BACKWARD_INPUTS = (
     *("grad", "ids", "scores", "saved", "saved_scales"),
     *("down", "down_scales", "gate_up", "gate_up_scales"),
     *("dx", "grad_weights", "grad_scales", "word"),
+    *BIAS_INPUTS,
 )
 
 
@@ -116,11 +119,20 @@ def describe_experts(
         sizes,
         dispatched,
         follows_dispatch=True,
-        gate_up=GateUp(weights.up, activation, activated.scale_inv, saved),
+        bias=weights.gate_bias,
+        gate_up=GateUp(weights.up, activation, activated.scale_inv, saved, weights.up_bias),
     )
     results = r.matrices("results", (matrices, num_rows, h), torch.bfloat16)
     describe_rows_gemm(
-        r, down_config, activated, weights.down, results, sizes, dispatched, follows_dispatch=False
+        r,
+        down_config,
+        activated,
+        weights.down,
+        results,
+        sizes,
+        dispatched,
+        follows_dispatch=False,
+        bias=weights.down_bias,
     )
     token_to_row = dispatched.maps.token_to_row
     if combine is None:
@@ -139,15 +151,13 @@ def experts_record(
     activation: Activation = SWIGLU,
 ) -> Record:
     """The record of a forward of contiguous tensors."""
-    e, h, i = sizes[2:5]
     r = Record(target, INPUTS, span=span)
-    gate, up = (Codes.contiguous(name, e, i, h) for name in ("gate", "up"))
     describe_experts(
         r,
         sizes,
         tensors.tokens("x", sizes),
         tensors.choices(sizes),
-        ExpertWeights(gate, up, Codes.contiguous("down", e, h, i)),
+        tensors.weights(sizes),
         tensors.results("y", sizes),
         activation=activation,
         x_scales=tensors.scales("x_scales", sizes),
@@ -185,6 +195,7 @@ def describe_experts_backward(
     activation: Activation,
     expert_offset: int,
     combine: Combine | None,
+    biases: BiasGradients = NO_BIASES,
 ) -> None:
     """Add the steps of a backward to r; the head of this file lists them.
 
@@ -195,10 +206,11 @@ def describe_experts_backward(
         saved, saved_scales: as in `describe_activation_backward`.
         dx: bf16 [T, H], contiguous.
         combine: replaces `describe_combine`.
+        biases: what `describe_bias_gradients` takes and gives.
     """
     num_rows, h, i = sizes.num_tokens * sizes.top_k, sizes.hidden_size, sizes.intermediate_size
     first, second = r.target.gemms.experts_backward(r, sizes)
-    dispatched, grad_activated = describe_grad_activated(
+    grad_rows, dispatched, grad_activated = describe_grad_activated(
         r, sizes, first, grad, grad_scales, choices.ids, weights.down, expert_offset
     )
     token_to_row, grad_weights = dispatched.maps.token_to_row, Place("grad_weights")
@@ -206,7 +218,9 @@ def describe_experts_backward(
     is_first = r.matrices(
         "is_first", (1, sizes.num_tokens, sizes.top_k), torch.float32, sizes.top_k
     )
-
+    weight_of_row = None
+    if biases.grad_down is not None:
+        weight_of_row = r.buffer("weight_of_row", 4 * num_rows)
     describe_activation_backward(
         r,
         grad_activated,
@@ -218,6 +232,17 @@ def describe_experts_backward(
         token_to_row=token_to_row,
         grad_weights=grad_weights,
         is_first=is_first.place,
+        weight_of_row=weight_of_row,
+    )
+    describe_bias_gradients(
+        r,
+        biases,
+        grad_rows,
+        grad_gate_up,
+        dispatched,
+        grad_weights,
+        sizes.num_tokens * sizes.top_k,
+        weight_of_row,
     )
     results = r.matrices("results", (1, num_rows, h), torch.bfloat16)
     describe_rows_gemm(
@@ -246,7 +271,7 @@ def describe_grad_activated(
     ids: Tensor,
     down: Codes,
     expert_offset: int,
-) -> tuple[Dispatched, Tensor]:
+) -> tuple[Codes, Dispatched, Tensor]:
     """The first two steps of a backward: dispatch, and the gradients of the activated values.
 
     Returns the plan, and bf16 [1, R, I]. The arguments are those of `describe_experts_backward`;
@@ -266,7 +291,7 @@ def describe_grad_activated(
     )
     activated = r.matrices("grad_activated", (1, num_rows, i), torch.bfloat16)
     describe_rows_gemm(r, config, rows, down, activated, sizes, dispatched, follows_dispatch=True)
-    return dispatched, activated
+    return rows, dispatched, activated
 
 
 def experts_backward_record(
@@ -296,6 +321,7 @@ def experts_backward_record(
         activation=activation,
         expert_offset=0,
         combine=None,
+        biases=tensors.bias_gradients(sizes),
     )
     return r
 

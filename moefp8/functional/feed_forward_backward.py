@@ -27,6 +27,7 @@ from ..kernels.program import (
 )
 from ..kernels.registry import register_inputs
 from ..kernels.targets import target_of
+from ..quant.block_scaled import BlockScaled, dequantize
 from ..quant.numerics import quantize_1x128
 from ..quant.quantize import describe_quantize
 from .activation import activate_grad, describe_activation_backward, in_saved_layout
@@ -78,7 +79,7 @@ def _body(inputs: FeedForwardBackwardInputs) -> torch.Tensor:
     quantized = quantize_1x128(grad, min_amax=MIN_GRADIENT_AMAX)
     grad_activated = block_scaled_matmul(*quantized, down.mT, down_scale_inv.mT, exact=exact)
     halves = (gate, gate_scale_inv), (up, up_scale_inv)
-    grad_x, _ = through_activation(
+    grad_x, _, _ = through_activation(
         grad_activated.bfloat16(), gate_up, 1.0, halves, activation, exact=exact
     )
     return dx.copy_(grad_x)
@@ -92,8 +93,9 @@ def through_activation(
     activation: Activation,
     *,
     exact: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The steps after the first GEMM, in PyTorch: fp32 dX [R, H] and `<dA, a>` [R].
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The steps after the first GEMM, in PyTorch: fp32 dX [R, H], `<dA, a>` [R] and d[gate | up]
+    [R, 2I] as it was quantized.
 
     grad_activated: dA, bf16 [R, I]. gate_up: [R, 2, I]. weights: [R, 1], one a row.
     halves: the weights of gate and of up, e4m3 [I, H], and their scales.
@@ -101,11 +103,12 @@ def through_activation(
     """
     grad, (gate, up) = grad_activated.float(), gate_up.float().unbind(1)
     *grad_halves, activated = activate_grad(grad * weights, gate, up, activation)
-    dx = torch.zeros((), device=grad.device)
+    dx, codes = torch.zeros((), device=grad.device), []
     for grad_half, (weight, scale_inv) in zip(grad_halves, halves, strict=True):
         q = quantize_1x128(grad_half, min_amax=MIN_GRADIENT_AMAX)
         dx = dx + block_scaled_matmul(*q, weight.mT, scale_inv.mT, exact=exact)
-    return dx, (grad * activated).sum(-1)
+        codes.append(dequantize(BlockScaled(*q), torch.float32))
+    return dx, (grad * activated).sum(-1), torch.cat(codes, 1)
 
 
 _INPUTS = "grad", "saved", "down", "down_scales", "gate_up", "gate_up_scales", "dx"

@@ -3,7 +3,6 @@
 PyTorch's grouped GEMM computes them on a Hopper GPU. It needs rows of multiples of 16 bytes.
 """
 
-from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -16,7 +15,6 @@ from ..kernels.registry import Written, register_inputs
 
 _ADD, _OUTER = "add_low_rank", "grouped_bf16_outer"
 _ALIGNED = 8  # elements of BF16 in 16 bytes
-_padded = partial(zero_padded, multiple=_ALIGNED)
 
 
 class AddInputs(NamedTuple):
@@ -80,16 +78,16 @@ def _launch_add(inputs: AddInputs) -> torch.Tensor:
     y, x, a, b, scaling, offsets = inputs
     if 0 in (*x.shape, *a.shape, *b.shape):
         return _allocate_u(inputs).zero_()
-    u = scaling * _products(x, a, offsets)
-    more = _products(u, b, offsets)
+    ends = offsets[1:]
+    u = scaling * _products(x, a, ends)
+    more = _products(u, b, ends)
     y += more if y.ndim == 2 else more.unflatten(1, y.shape[1:])
     return u
 
 
-def _products(rows: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """[R, N] of rows [R, K] and weight [E, N, K]."""
-    wide = _fitting(_padded(_padded(weight, 1), 2))
-    return _grouped_mm(_fitting(_padded(rows, 1)), wide.mT, offsets)[:, : weight.shape[1]]
+def _products(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """[R, N] of rows [R, K] and weight [E, N, K]; ends: the row after the last one of each."""
+    return _cut(_grouped_mm(_fitting(rows), _fitting(weight).mT, ends), weight.shape[1])
 
 
 add_low_rank = register_inputs(
@@ -126,8 +124,8 @@ def _launch_outer(inputs: OuterInputs) -> torch.Tensor:
     a, b, offsets = inputs
     if products.numel() == 0 or a.shape[0] == 0:
         return products.zero_()
-    products = _grouped_mm(_fitting(_padded(a, 1)).t(), _fitting(_padded(b, 1)), offsets)
-    return products[:, : a.shape[1], : b.shape[1]].contiguous()
+    products = _grouped_mm(_fitting(a).t(), _fitting(b), offsets[1:])
+    return _cut(products, a.shape[1], b.shape[1]).contiguous()
 
 
 grouped_outer = register_inputs(
@@ -145,14 +143,29 @@ def _check_offsets(op: str, offsets: torch.Tensor, num_experts: int) -> None:
     check_shape(op, "expert_offsets", offsets, [num_experts + 1], "[E + 1]")
 
 
-def _grouped_mm(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+def _grouped_mm(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     multiply: Any = getattr(F, "grouped_mm", None) or torch._grouped_mm  # the latter before 2.10
-    product: torch.Tensor = multiply(a, b, offs=offsets[1:])
+    product: torch.Tensor = multiply(a, b, offs=ends)
     return product
 
 
+def _cut(products: torch.Tensor, *sizes: int) -> torch.Tensor:
+    """[R, N] or [E, N, K] without what `_fitting` added; sizes: all but the first."""
+    for axis, size in enumerate(sizes, 1):
+        if products.shape[axis] != size:
+            products = products.narrow(axis, 0, size)
+    return products
+
+
 def _fitting(x: torch.Tensor) -> torch.Tensor:
-    """x, or a contiguous copy if PyTorch's kernel would refuse its strides or address."""
+    """x, or a copy if PyTorch's kernel would refuse its sizes, strides or address.
+
+    Zeros are added until `_ALIGNED` divides all sizes but the first, of rows [R, K] or weights
+    [E, N, K].
+    """
+    if (x.shape[1] | x.shape[-1]) % _ALIGNED:
+        for axis in range(1, x.ndim):
+            x = zero_padded(x, axis, _ALIGNED)
     inner, outer = sorted(x.stride()[-2:])
     if inner == 1 and outer % _ALIGNED == 0 and x.data_ptr() % 16 == 0:
         return x

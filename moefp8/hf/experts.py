@@ -20,7 +20,7 @@ from ..kernels import E4M3, num_blocks
 from ..kernels.common.activation import Activation
 from ..layers import GroupedExperts
 from ..layers.conversion.stacks import activations_of
-from ..layers.experts import WEIGHTS
+from ..layers.experts import BIASES, WEIGHTS
 from ..quant import BlockScaled
 from ..quant.each import quantize_128x128_each_into
 from ..routing import build_plan, combine, dispatch
@@ -44,11 +44,11 @@ def experts_forward(
     fused optimizers of others, of weights that were made in inference mode, and in place between
     calls of a compiled graph: then call `experts.__dict__.pop("_moefp8_experts")`.
 
-    SwiGLU runs as `GroupedExperts`. Experts with biases, another activation, no gate or a norm of
-    their output take two grouped GEMMs, and PyTorch does the rest. Weights of transformers' own FP8
-    modules are used as they are; it is a ValueError if their blocks are not 128x128, or if the
-    scales of activations are static. A part that `moefp8.shard` left takes the ids of the whole
-    model.
+    Gated experts with an activation of ours run as `GroupedExperts`, with biases or without. Others
+    take two grouped GEMMs, and PyTorch does the rest: experts with another activation, no gate or a
+    norm of their output. Weights of transformers' own FP8 modules are used as they are; it is a
+    ValueError if their blocks are not 128x128, or if the scales of activations are static. A part
+    that `moefp8.shard` left takes the ids of the whole model.
 
     Gradients flow to hidden states, weights of choices, biases and norms. The weights that were
     quantized have none: `backward()` raises NotImplementedError if one asks; they train in FP8
@@ -60,13 +60,15 @@ def experts_forward(
 
 
 def experts_of(module: nn.Module) -> _Experts:
-    """The module's experts in FP8, a `GroupedExperts` if they are SwiGLU experts."""
+    """The module's experts in FP8, a `GroupedExperts` if it computes the same."""
     if "parametrizations" in module._modules:
         _refuse_parametrized(module)
     cached: _Cache | None = module.__dict__.get(_CACHE)
     # A compiled graph cannot look at versions; it guards what is kept.
     if cached is None or not (torch.compiler.is_compiling() or cached.is_of(module)):
         cached = module.__dict__[_CACHE] = _prepare(module, cached)
+    if isinstance(cached.experts, GroupedExperts) and module.has_bias:
+        _give_biases(module, cached.experts)
     return cached.experts
 
 
@@ -177,8 +179,7 @@ def _weight(module: nn.Module, name: str) -> torch.Tensor:
 def _prepare(module: nn.Module, before: _Cache | None) -> _Cache:
     """before: the cache for older values; graphs may know its memory."""
     activations = activations_of(module) if module.has_gate else []
-    is_plain = not (module.has_bias or getattr(module, "has_post_expert_norm", False))
-    is_gated = bool(activations) and is_plain
+    is_gated = bool(activations) and not getattr(module, "has_post_expert_norm", False)
     if before is not None and before.is_of_memory_of(module):
         _weights(module, 1 + is_gated, before.weights)
         before.note(module)
@@ -278,6 +279,18 @@ def _gated_experts(
         experts._parameters[name] = nn.Parameter(tensor, requires_grad=False)
     vars(experts).update(_rank_of(module))
     return experts
+
+
+def _give_biases(module: Any, experts: GroupedExperts) -> None:
+    """Let experts add the module's biases, which have gradients, in each call.
+
+    A bias of gate and up in turns is copied, so that gate comes first.
+    """
+    gate_up, down = (_weight(module, name) for name in BIASES)
+    if not module.is_concatenated:
+        gate_up = gate_up.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1)
+    held: dict[str, Any] = experts._parameters
+    held.update(zip(BIASES, (gate_up, down), strict=True))
 
 
 def _any_experts(module: Any, first: BlockScaled, second: BlockScaled) -> _Experts:

@@ -122,19 +122,17 @@ class Op:
         )
 
     def __call__(self, *args: Any) -> Any:
-        if self._direct is None or torch.compiler.is_compiling() or not self._may_skip(args):
-            return self.overload(*(as_in_schema(args) if self._takes_activation else args))
-        return self._direct(*args)
-
-    def _may_skip(self, args: tuple[Any, ...]) -> bool:
-        if not _are_simple(args):
-            return False
-        first = args[0]
-        if type(first) not in _PLAIN:
-            return False
-        if current_driver().arch(first.get_device()) not in self._runs_on:
-            return False
-        return not any_watches() and (self._takes is None or self._takes(*args))
+        if (
+            self._direct is not None
+            and not torch.compiler.is_compiling()
+            and _are_simple(args)
+            and type(args[0]) in _PLAIN
+            and current_driver().arch(args[0].get_device()) in self._runs_on
+            and not any_watches()
+            and (self._takes is None or self._takes(*args))
+        ):
+            return self._direct(*args)
+        return self.overload(*(as_in_schema(args) if self._takes_activation else args))
 
 
 def as_in_schema(args: tuple[Any, ...]) -> tuple[Any, ...]:

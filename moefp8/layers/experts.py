@@ -3,7 +3,7 @@
 T tokens, k choices each, E experts, H hidden, I intermediate.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -14,7 +14,7 @@ from ..functional.training.experts import trainable_experts
 from ..functional.training.linear import Wgrad, check_wgrad
 from ..kernels import E4M3, num_blocks
 from ..kernels.common.activation import Activation, activation_of
-from ..kernels.common.checks import FLOATS, check_rows_contiguous, check_tensor
+from ..kernels.common.checks import FLOATS, check_group_bias, check_rows_contiguous, check_tensor
 from ..quant import BlockScaled, dequantize, quantize_128x128
 from .conversion.plain import PlainExperts
 from .module import attributes_repr, check_dtype, draw_as_linear, frozen_parameter
@@ -26,6 +26,7 @@ Matrices = torch.Tensor | list[torch.Tensor]  # E of them
 # `moefp8.distributed` adds a function that spreads experts over a mesh's ranks: (experts, mesh).
 PARALLELIZERS: list[Callable[["GroupedExperts", Any], None]] = []
 WEIGHTS = "gate_up_proj", "gate_up_proj_scale_inv", "down_proj", "down_proj_scale_inv"
+BIASES = "gate_up_proj_bias", "down_proj_bias"
 
 
 class GroupedExperts(TrainableModule):
@@ -46,7 +47,9 @@ class GroupedExperts(TrainableModule):
         keep_transposed: as in `FP8Linear`.
         saved_dtype: in which gate and up of each choice are saved for a backward: bf16 takes 4 I
             bytes for each of a token's k choices, e4m3 (with 1x128 scales) 2 I.
-        trainable, wgrad: as in `FP8Linear`. dtype: of master weights: bf16, fp16 or fp32.
+        trainable, wgrad: as in `FP8Linear`.
+        bias, dtype: whether gate, up and down have biases; the dtype of these, and of master
+            weights: bf16, fp16 or fp32.
 
     Attributes:
         expert_offset, num_global_experts: the id of its first expert, and how many the whole model
@@ -59,6 +62,8 @@ class GroupedExperts(TrainableModule):
             blocks separately, as checkpoints do.
         down_proj: e4m3 [E, H, I].
         down_proj_scale_inv: fp32 [E, ceil(H/128), ceil(I/128)].
+        gate_up_proj_bias, down_proj_bias: [E, 2I], gate first, and [E, H], or None. They have
+            gradients if they ask for them, in either form.
     """
 
     fp8_names = ("gate_up_proj", "down_proj")
@@ -87,6 +92,7 @@ class GroupedExperts(TrainableModule):
         trainable: bool = False,
         dtype: torch.dtype = torch.bfloat16,
         wgrad: Wgrad = "128x1",
+        bias: bool = False,
     ) -> None:
         super().__init__()
         check_saved_dtype("GroupedExperts", saved_dtype)
@@ -102,10 +108,14 @@ class GroupedExperts(TrainableModule):
         self.activation = activation_of("GroupedExperts", activation, swiglu_limit)
         self.layout: ExpertLayout = layout
         shapes = {"gate_up_proj": (e, 2 * i, h), "down_proj": (e, h, i)}
-        if trainable:
+        if trainable or bias:
             check_dtype("GroupedExperts", dtype)
+        bias_shapes = {"gate_up_proj_bias": (e, 2 * i), "down_proj_bias": (e, h)}
+        for name, shape in bias_shapes.items():
+            self.register_parameter(name, frozen_parameter(shape, device, dtype) if bias else None)
+        if trainable:
             weights = {x: master_parameter(y, device, dtype) for x, y in shapes.items()}
-            self._hold_master_weights(weights, wgrad)
+            self._train_masters(weights, wgrad)
         else:
             h_blocks, i_blocks = num_blocks(h), num_blocks(i)
             self.gate_up_proj = frozen_parameter(shapes["gate_up_proj"], device, E4M3)
@@ -113,6 +123,17 @@ class GroupedExperts(TrainableModule):
             self.down_proj = frozen_parameter(shapes["down_proj"], device, E4M3)
             self.down_proj_scale_inv = frozen_parameter((e, h_blocks, i_blocks), device)
         self.reset_parameters()
+
+    def _train_masters(self, weights: dict[str, nn.Parameter], wgrad: Wgrad) -> None:
+        self._hold_master_weights(weights, wgrad)
+        for bias in self.biases.values():
+            bias.requires_grad_()
+
+    @property
+    def biases(self) -> dict[str, nn.Parameter]:
+        """The biases that there are, by name."""
+        held = {name: self._parameters[name] for name in BIASES}
+        return {name: x for name, x in held.items() if x is not None}
 
     @property
     def swiglu_limit(self) -> float | None:
@@ -126,6 +147,10 @@ class GroupedExperts(TrainableModule):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draw every projection as `nn.Linear` does, and quantize it, one expert at a time."""
+        widths = {"gate_up_proj_bias": self.hidden_size, "down_proj_bias": self.intermediate_size}
+        for name, bias in self.biases.items():
+            if not bias.is_meta:
+                draw_as_linear(bias, widths[name])
         if self.trainable:
             if not self.down_proj.is_meta:
                 for weight in (self.gate_up_proj, self.down_proj):
@@ -145,7 +170,8 @@ class GroupedExperts(TrainableModule):
         gate_up: one stack [E, 2I, H], gate rows first, or gate and up [E, I, H]; down: [E, H, I].
         """
         device = down.device if isinstance(down, torch.Tensor) else down[0].device
-        self.to_empty(device=device)
+        held = {name: self.get_parameter(name).detach() for name in WEIGHTS}
+        self._hold_codes({name: torch.empty_like(x, device=device) for name, x in held.items()})
         for expert in range(0 if device.type == "meta" else self.num_experts):
             self._assign_expert(expert, [x[expert] for x in gate_up], down[expert])
 
@@ -175,13 +201,17 @@ class GroupedExperts(TrainableModule):
         layout: ExpertLayout = "auto",
         trainable: bool = False,
         wgrad: Wgrad = "128x1",
+        gate_up_proj_bias: torch.Tensor | None = None,
+        down_proj_bias: torch.Tensor | None = None,
     ) -> "GroupedExperts":
         """Quantize stacked weights: gate_up_proj [E, 2I, H], gate first, and down_proj [E, H, I].
 
         trainable: they are the master weights themselves, and parameters stay what they are.
+        gate_up_proj_bias, down_proj_bias: [E, 2I], gate first, and [E, H], which are shared, or
+            None.
 
         Raises TypeError unless they are bf16, fp16 or fp32, ValueError if shapes do not fit, or
-        rows of master weights are not contiguous.
+        rows of master weights or biases are not contiguous.
         """
         op = "GroupedExperts.from_weights"
         check_tensor(op, "gate_up_proj", gate_up_proj, FLOATS, 3)
@@ -190,6 +220,12 @@ class GroupedExperts(TrainableModule):
         options: dict[str, Any] = {"activation": activation, "swiglu_limit": swiglu_limit}
         options |= {"layout": layout, "wgrad": wgrad}
         experts = cls(*down_proj.shape, device="meta", **options)
+        biases = {"gate_up_proj_bias": gate_up_proj_bias, "down_proj_bias": down_proj_bias}
+        for name, width in zip(BIASES, (gate_up_proj.shape[1], len(down_proj[0])), strict=True):
+            if (bias := biases[name]) is not None:
+                check_group_bias(op, name, bias, [len(down_proj), width], "[E, N]")
+                check_rows_contiguous(op, name, bias)
+        experts._share_biases(biases, trainable=trainable)
         if trainable:
             weights = {"gate_up_proj": gate_up_proj, "down_proj": down_proj}
             for name, x in weights.items():
@@ -202,6 +238,17 @@ class GroupedExperts(TrainableModule):
             return experts
         experts._quantize_from((gate_up_proj,), down_proj)
         return experts
+
+    def _share_biases(
+        self, biases: Mapping[str, torch.Tensor | None], *, trainable: bool = False
+    ) -> None:
+        """Hold these biases; if not trainable in parameters that ask for no gradient."""
+        for name, bias in biases.items():
+            if bias is None or (trainable and isinstance(bias, nn.Parameter)):
+                held = bias
+            else:
+                held = nn.Parameter(bias.detach(), requires_grad=trainable)
+            self.register_parameter(name, held)
 
     @torch.no_grad()
     def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, torch.Tensor]:
@@ -233,16 +280,27 @@ class GroupedExperts(TrainableModule):
     @torch.no_grad()
     def to_plain(self, dtype: torch.dtype = torch.bfloat16) -> PlainExperts:
         """`PlainExperts` with the dequantized weights, otherwise as `FP8Linear.to_linear`."""
-        return self._plain_of(*map(nn.Parameter, self.dequantize(dtype)))
+        own = {name: without_padding(self, name, x.detach()) for name, x in self.biases.items()}
+        biases = {name: nn.Parameter(x.to(dtype, copy=True)) for name, x in own.items()}
+        gate_up, down = map(nn.Parameter, self.dequantize(dtype))
+        return self._plain_of(gate_up, down, biases)
 
     def sharing_plain(self) -> PlainExperts:
-        """`PlainExperts` that hold these master weights themselves."""
-        return self._plain_of(self.gate_up_proj, self.down_proj)
+        """`PlainExperts` that hold these master weights themselves, and biases of their dtype."""
+        dtype, biases = self.down_proj.dtype, self.biases
+        for name, bias in biases.items():
+            if bias.dtype != dtype:
+                biases[name] = nn.Parameter(bias.detach().to(dtype), bias.requires_grad)
+        return self._plain_of(self.gate_up_proj, self.down_proj, biases)
 
-    def _plain_of(self, gate_up_proj: nn.Parameter, down_proj: nn.Parameter) -> PlainExperts:
+    def _plain_of(
+        self, gate_up_proj: nn.Parameter, down_proj: nn.Parameter, biases: dict[str, nn.Parameter]
+    ) -> PlainExperts:
         self.check_alone("dequantize")
         experts = PlainExperts(*down_proj.shape, activation=self.activation, device="meta")
         experts.gate_up_proj, experts.down_proj = gate_up_proj, down_proj
+        for name, bias in biases.items():
+            experts.register_parameter(name, bias)
         note_parts(experts, parts_of_plain(self))
         experts.expert_offset = self.expert_offset
         experts.num_global_experts = self.num_global_experts
@@ -250,25 +308,33 @@ class GroupedExperts(TrainableModule):
 
     @torch.no_grad()
     def freeze(self) -> "GroupedExperts":
-        """Quantize the master weights in place."""
+        """Quantize the master weights in place; biases ask for no gradient any more."""
         if self.trainable:
             check_whole("GroupedExperts.freeze", self)
             check_own_weights("GroupedExperts.freeze", self)
             weights = self.gate_up_proj.detach(), self.down_proj.detach()
             frozen = GroupedExperts.from_weights(*weights)
             self._hold_codes({name: frozen.get_parameter(name).data for name in WEIGHTS})
+            for bias in self.biases.values():
+                bias.requires_grad_(False).grad = None  # else an optimizer would move it
         return self
 
     @torch.no_grad()
     def unfreeze(
         self, dtype: torch.dtype = torch.bfloat16, *, wgrad: Wgrad | None = None
     ) -> "GroupedExperts":
-        """Make master weights of the codes, in place, which ask for gradients."""
+        """Make master weights of the codes, in place; they and the biases ask for gradients.
+
+        Biases of another dtype become new parameters of this one.
+        """
         if not self.trainable:
             check_whole("GroupedExperts.unfreeze", self)
             weights = map(nn.Parameter, self.dequantize(dtype))
             made = dict(zip(self.master_names, weights, strict=True))
-            self._hold_master_weights(made, wgrad or self.wgrad)
+            for name, bias in self.biases.items():
+                if bias.dtype != dtype:
+                    self.register_parameter(name, nn.Parameter(bias.detach().to(dtype)))
+            self._train_masters(made, wgrad or self.wgrad)
         elif wgrad is not None:
             self.wgrad = wgrad
         return self
@@ -325,14 +391,17 @@ class GroupedExperts(TrainableModule):
         tokens = hidden_states, top_k_index, top_k_weights
         options = self.activation, self.layout == "masked"
         rank = self.expert_offset, self.num_global_experts
+        held = self._parameters
+        biases = [held[x] if x in held else getattr(self, x) for x in BIASES]
         if self.trainable:
             weights = map(self._look_up, self.master_names)
-            master: tuple[Any, ...] = (*tokens, *weights, *options, *rank, addend)
+            master: tuple[Any, ...] = (*tokens, *weights, *biases, *options, *rank, addend)
             y = trainable_experts(
                 "GroupedExperts", master, self.saved_dtype, self.wgrad, reuse_codes=self.training
             )
             return y if y.dtype == hidden_states.dtype else y.to(hidden_states.dtype)
-        args: tuple[Any, ...] = (*tokens, *map(self._look_up, WEIGHTS), *options, *rank, addend)
+        weights = map(self._look_up, WEIGHTS)
+        args: tuple[Any, ...] = (*tokens, *weights, *options, *rank, addend, None, *biases)
         inputs = ExpertsInputs(*args)
         y = routed_experts("GroupedExperts", inputs, self.saved_dtype, self.keep_transposed)
         return y if y.dtype == hidden_states.dtype else y.to(hidden_states.dtype)
@@ -341,9 +410,8 @@ class GroupedExperts(TrainableModule):
         sizes = "num_experts", "hidden_size", "intermediate_size"
         activation = () if self.activation.kind == "swiglu" else ("activation",)
         trained = ("wgrad",) if self.trainable else ()
-        return attributes_repr(
-            self, *sizes, *activation, "swiglu_limit", "layout", "trainable", *trained
-        )
+        names = *sizes, *activation, "swiglu_limit", "layout", "trainable", *trained
+        return attributes_repr(self, *names) + (", bias=True" if self.biases else "")
 
 
 def _check_stacks(op: str, gate_up: Sequence[int], down: Sequence[int]) -> None:

@@ -237,7 +237,7 @@ Held = tuple[nn.Parameter | None, nn.Parameter | None]  # a weight and its scale
 
 def _names(module: TrainableModule) -> tuple[str, ...]:
     """The parameters that a change of form may replace; several modules may share one."""
-    return *module.master_names, "bias"
+    return *module.master_names, "bias", "gate_up_proj_bias", "down_proj_bias"
 
 
 def _held(module: nn.Module, name: str) -> Held:

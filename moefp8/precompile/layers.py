@@ -15,6 +15,7 @@ from ..kernels.jit import JitError, Kernel, compile_kernels, keep_kernels
 from ..kernels.program import Target
 from ..kernels.targets import ANY_TARGET, targets_here
 from ..layers import FP8Linear, GroupedExperts, TopKRouter
+from ..layers.experts import BIASES
 from ..layers.module import FixedDtypeModule, check_dtype
 from ..layers.moe import SharedExperts
 from ..layers.parts import parts_of
@@ -210,10 +211,13 @@ def _layers_of(model: nn.Module, top_k: int | None) -> Iterator[Layer]:
 def _experts_of(module: GroupedExperts, top_k: int) -> Experts | TrainedExperts | ExpertsInSteps:
     sizes = top_k, module.num_experts, module.hidden_size, module.intermediate_size
     activation = module.activation._replace(limit=None)  # kernels differ in its kind alone
+    held = module.biases
+    gate_up_bias, down_bias = (held[name].dtype if name in held else None for name in BIASES)
+    biases = gate_up_bias, down_bias
     if module.runs_in_steps:
-        return ExpertsInSteps(*sizes, activation)
+        return ExpertsInSteps(*sizes, activation, biases)
     rank = module.layout == "masked", module.num_global_experts
-    experts = Experts(*sizes, *rank, activation)
+    experts = Experts(*sizes, *rank, activation, biases)
     return TrainedExperts(experts, _master_of(module)) if module.trainable else experts
 
 

@@ -18,7 +18,7 @@ from ..distributed.expert_parallel.peers_launch import (
 )
 from ..functional import feed_forward_backward
 from ..functional.activation_rows import activation_rows_backward_kernels, activation_rows_kernels
-from ..functional.expert_parts import CallTensors
+from ..functional.expert_parts import BiasDtypes, CallTensors
 from ..functional.experts_records import experts_backward_kernels, experts_kernels
 from ..functional.feed_forward import feed_forward_kernels
 from ..functional.linear import linear_kernels
@@ -258,6 +258,7 @@ class Experts(NamedTuple):
     masked: bool
     num_global_experts: int | None  # as in `Sizes`
     activation: Activation = SWIGLU
+    biases: BiasDtypes = (None, None)  # as in `CallTensors`
 
     def kernels(self, demand: Demand) -> Iterator[Kernel]:
         if not (self.num_experts and self.hidden_size and self.intermediate_size):
@@ -269,14 +270,15 @@ class Experts(NamedTuple):
     def forward_kernels(self, demand: Demand) -> Iterator[Kernel]:
         """Kernels of a forward, and of one that saves tensors if there is a backward."""
         sizes = self.sizes(demand)
-        for tensors in demand.call_tensors(demand.dtypes):
+        for call in demand.call_tensors(demand.dtypes):
+            tensors = call._replace(biases=self.biases)
             yield from experts_kernels(demand.target, sizes, tensors, self.activation)
             if demand.backward:  # a forward that saves is contiguous
                 saving = sizes._replace(masked=False), tensors._replace(saved=_BF16)
                 yield from experts_kernels(demand.target, *saving, self.activation)
 
     def sizes(self, demand: Demand) -> Sizes:
-        return Sizes(demand.max_tokens, *self[:-1])
+        return Sizes(demand.max_tokens, *self[:6])
 
     def quantize_saved(self, demand: Demand) -> Iterator[Kernel]:
         max_rows = 2 * demand.max_tokens * self.top_k
@@ -288,7 +290,7 @@ class Experts(NamedTuple):
             yield from transpose_kernels(demand.target, k)
         for tensors in demand.call_tensors(demand.gradients):
             for saved in (_BF16, E4M3):
-                saving = tensors._replace(saved=saved)
+                saving = tensors._replace(saved=saved, biases=self.biases)
                 yield from experts_backward_kernels(demand.target, sizes, saving, self.activation)
         yield from self.quantize_saved(demand)
 
@@ -319,7 +321,7 @@ class TrainedExperts(NamedTuple):
                     yield from trained_backward_kernels(
                         demand.target,
                         sizes,
-                        tensors._replace(saved=saved),
+                        tensors._replace(saved=saved, biases=self.frozen.biases),
                         activation=self.frozen.activation,
                         blocks=self.master.blocks,
                         dtypes=(dtype, dtype),
@@ -348,9 +350,10 @@ class ExpertsInSteps(NamedTuple):
     hidden_size: int
     intermediate_size: int
     activation: Activation = SWIGLU
+    biases: BiasDtypes = (None, None)  # as in `CallTensors`
 
     def kernels(self, demand: Demand) -> Iterator[Kernel]:
-        top_k, num_experts, h, i, activation = self
+        top_k, num_experts, h, i, activation, (gate_up_bias, down_bias) = self
         if not (num_experts and h and i):
             return
         target, max_rows = demand.target, demand.max_tokens * top_k
@@ -363,16 +366,17 @@ class ExpertsInSteps(NamedTuple):
         if h % 8 == 0:
             for dtype in scores:
                 yield from combine_kernels(target, dtype, top_k, h)
-        products = [(2 * i if i % BLOCK == 0 else i, h), (h, i)]  # gate and up may have one each
+        # Gate and up may have one each.
+        products = [(2 * i if i % BLOCK == 0 else i, h, gate_up_bias), (h, i, down_bias)]
         if demand.backward:
             for k in {h, i}:
                 yield from transpose_kernels(target, k)
             yield from demand.quantize(_BF16, max_rows, h)
             for dtype in scores:
                 yield from activation_rows_backward_kernels(target, dtype, i, activation)
-            products += [(i, h), (h, 2 * round_up(i, BLOCK))]
-        for n, k in products:
-            yield from grouped_kernels(target, max_rows, num_experts, n, k)
+            products += [(i, h, None), (h, 2 * round_up(i, BLOCK), None)]
+        for n, k, bias in products:
+            yield from grouped_kernels(target, max_rows, num_experts, n, k, bias)
 
 
 class Exchange(NamedTuple):

@@ -158,7 +158,7 @@ def _allocate(inputs: PlanInputs) -> Maps:
             f"expert, got {max_m}"
         )
     shapes = [(num_experts,), (num_experts + 1,), (num_rows,), (num_rows,), (num_tokens, top_k)]
-    return Maps(*(top_k_index.new_empty(shape, dtype=torch.int32) for shape in shapes))
+    return Maps(*[top_k_index.new_empty(shape, dtype=torch.int32) for shape in shapes])
 
 
 def build_maps(

@@ -63,6 +63,12 @@ def activation_of(kernel: jit.Kernel, arguments: Any) -> Activation:
     return Activation(kind, None if math.isinf(limit) else limit, alpha)
 
 
+def bias_dtype(kernel: jit.Kernel) -> torch.dtype | None:
+    """The dtype of a GEMM's bias, as its template arguments state it; None: it has none."""
+    found = re.search(r"Bias::(\w+)", kernel.name)[1]
+    return next(dtype for dtype, name in BIASES.items() if name == found)
+
+
 def config_of(kernel: jit.Kernel) -> GemmConfig:
     """The configuration that a kernel's template arguments state."""
     told = dict(re.findall(r"\.(\w+) = (\w+)", kernel.name))
@@ -123,17 +129,16 @@ class GemmEmulator:
             strides = arguments.groups.weight_scale_stride, *strides
         shape = [*groups, kernels.num_blocks(n), k_blocks]
         weight_scales = memory(arguments.weight_scales, torch.float32, shape, strides)
-        bias = re.search(r"Bias::(\w+)", made.kernel.name)[1]
-        assert (bias == "kNone") == (arguments.bias is None)
+        bias = bias_dtype(made.kernel)
+        assert (bias is None) == (arguments.bias is None)
         if config.grouped:
             self.grouped_gemm(made, weight_scales, strides)
             return
         self.check_tiles(made, m, n)
         tensors = made.a_maps[0].tensor(), made.scale_map.tensor().mT, made.b_maps[0].tensor()
         result = block_scaled_matmul(*tensors, weight_scales)
-        if bias != "kNone":
-            dtype = next(dtype for dtype, name in BIASES.items() if name == bias)
-            result += memory(arguments.bias, dtype, [n], [1]).float()
+        if bias is not None:
+            result += memory(arguments.bias, bias, [n], [1]).float()
         made.d_map.tensor().copy_(result)
 
     def grouped_gemm(self, made, weight_scales, scale_strides):
@@ -169,8 +174,10 @@ class GemmEmulator:
             matrix, rows = group if layout == GroupLayout.MASKED else 0, slice(begin, end)
             tokens = a[matrix, rows], token_scales[matrix, :, rows].T
             result = block_scaled_matmul(*tokens, b[group], weight_scales[group])
+            result += self.bias_of(made, made.arguments.bias, group)
             if made.config.gate_up:
                 others = block_scaled_matmul(*tokens, up[group], up_scales[group])
+                others += self.bias_of(made, gate_up.up_bias, group)
                 if saved is not None:
                     saved[rows, 0], saved[rows, 1] = result, others
                 activated = experts.activate(result, others, activation)
@@ -179,6 +186,15 @@ class GemmEmulator:
                 d_scales[matrix, :, rows] = scale_inv.T
             else:
                 d[matrix, rows] = result
+
+    @staticmethod
+    def bias_of(made, first, group):
+        """The bias of a group; `first` is where that of the first group begins."""
+        if (dtype := bias_dtype(made.kernel)) is None:
+            assert first is None
+            return 0
+        address = first + group * made.arguments.bias_bytes
+        return memory(address, dtype, [made.arguments.num_weights], [1]).float()
 
     @staticmethod
     def saved_rows(made, d):

@@ -19,6 +19,7 @@ from moefp8.kernels.jit import launch
 from moefp8.quant import numerics
 from tests.fakes.emulated_activation import activation_backward, activation_of_rows
 from tests.fakes.emulated_activation_columns import activation_columns
+from tests.fakes.emulated_biases import bias_grad, bias_score_grad
 from tests.fakes.emulated_columns import columns
 from tests.fakes.emulated_gemm import Map, dtype_of, memory
 from tests.fakes.emulated_k_grouped import Maps, k_grouped
@@ -254,6 +255,7 @@ class Emulator(RoutingEmulator):
             "both": self.both,
             "each": self.each,
             "activation": self.activation,
+            "bias": self.bias,
             "logits": self.logits,
             "softmax": self.top_k,
             "sigmoid": self.top_k,
@@ -359,6 +361,10 @@ class Emulator(RoutingEmulator):
                 out[:, :n], out[:, n:] = codes.view(torch.uint8).T, 0
                 if vectorized == "true":
                     assert (x.transposed | x.width | x.transposed_row_pitch) % 16 == 0
+
+    @staticmethod
+    def bias(made, parameters):
+        {"bias_grad": bias_grad, "bias_score_grad": bias_score_grad}[made.kernel.source.stem](made)
 
     @staticmethod
     def activation(made, parameters):

@@ -290,7 +290,7 @@ class _FrozenExperts(torch.autograd.Function):
         grad_weights = ctx.agreement.checked(lambda: no_gradients(grad, _LAYER, needs, saved[4:]))
         ctx.agreement.agree()
         codes, scale_inv = exchange.dispatch_codes(grad, are_gradients=True)
-        args: tuple[Any, ...] = (codes, *saved, *ctx.options, scale_inv)
+        args: tuple[Any, ...] = (codes, *saved, None, None, None, *ctx.options, scale_inv)
         dx, grad_scores = exchange.experts_backward(ExpertsBackwardInputs(*args))
         return None, None, None, None, dx.to(ctx.dtype), grad_scores, *grad_weights
 

@@ -21,7 +21,8 @@ from ...routing.dispatch import dispatch_rows
 from ..activation import empty_gate_up
 from ..activation_rows import ActivationGradients, activation_rows, activation_rows_backward
 from ..autograd import first_order, records
-from ..experts import check_saved_dtype, experts, experts_saving
+from ..expert_biases import bias_gradients_of_rows, bias_products, empty_bias_gradients
+from ..experts import TRAINED, check_saved_dtype, experts, experts_saving
 from ..experts_records import experts_backward_record, experts_record
 from ..grouped_bf16 import grouped_outer
 from ..parts import parts_of, split
@@ -39,6 +40,7 @@ class TrainedExpertsInputs(NamedTuple):
     """The inputs of `trained_experts`.
 
     gate_up_proj: [E, 2I, H], gate first, and down_proj: [E, H, I], bf16, fp16 or fp32.
+    gate_up_proj_bias, down_proj_bias: as in `ExpertsInputs`.
     reuse_codes: as in `codes_of`. saves: whether gate and up of each row are saved for a backward.
     The others: as in `ExpertsInputs`.
     """
@@ -48,6 +50,8 @@ class TrainedExpertsInputs(NamedTuple):
     top_k_weights: torch.Tensor
     gate_up_proj: torch.Tensor
     down_proj: torch.Tensor
+    gate_up_proj_bias: torch.Tensor | None
+    down_proj_bias: torch.Tensor | None
     activation: Activation
     masked: bool
     expert_offset: int
@@ -66,11 +70,11 @@ def _allocate(inputs: TrainedExpertsInputs) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def _forward(inputs: TrainedExpertsInputs) -> tuple[torch.Tensor, torch.Tensor]:
-    *tokens, gate_up_proj, down_proj = inputs[:5]
+    *tokens, gate_up_proj, down_proj, gate_up_bias, down_bias = inputs[:7]
     gate_up = codes_of(gate_up_proj, parts=2, reuse_codes=inputs.reuse_codes)
     down = codes_of(down_proj, reuse_codes=inputs.reuse_codes)
     weights = gate_up.data, gate_up.scale_inv, down.data, down.scale_inv
-    args = (*tokens, *weights, *inputs[5:10])
+    args = (*tokens, *weights, *inputs[7:12], None, gate_up_bias, down_bias)
     if inputs.saves:
         y, saved = experts_saving(*args)
         return y, saved
@@ -97,6 +101,7 @@ class _Saved(NamedTuple):
     top_k_weights: torch.Tensor
     gate_up_proj: torch.Tensor
     down_proj: torch.Tensor
+    down_proj_bias: torch.Tensor | None
     gate_up: torch.Tensor
     gate_up_scale_inv: torch.Tensor | None
 
@@ -139,7 +144,7 @@ def _gradients(
     masters: dict[str, torch.Tensor],
 ) -> _Gradients:
     """masters: the parameters, whose attributes say where their gradients go."""
-    x, ids, weights, gate_up_proj, down_proj, *gate_up = saved
+    x, ids, weights, gate_up_proj, down_proj, down_bias, *gate_up = saved
     *others, wgrad = options
     if wgrad == "bf16":
         return _with_bf16_weights(grad, saved, options, parts, needs, masters)
@@ -149,13 +154,15 @@ def _gradients(
         if needs[name]
     }
     written = {name: as_written(d) for name, (d, _) in targets.items()}
+    biases = empty_bias_gradients(needs, grad.device, down_proj.shape)
     dx, grad_weights = trained_experts_backward(
-        *(grad, x, ids, weights, *gate_up, gate_up_proj, down_proj),
+        *(grad, x, ids, weights, *gate_up, gate_up_proj, down_proj, down_bias),
         *(written.get(name) for name in masters),
+        *biases.values(),
         *(name in targets and targets[name][1] for name in masters),
         *(*others, wgrad == "128x128"),
     )
-    gradients: _Gradients = {"hidden_states": dx, "top_k_weights": grad_weights}
+    gradients: _Gradients = {"hidden_states": dx, "top_k_weights": grad_weights, **biases}
     for name, (d, _) in targets.items():
         if written[name] is not d:
             d.copy_(written[name])
@@ -172,7 +179,7 @@ def _with_bf16_weights(
     masters: dict[str, torch.Tensor],
 ) -> _Gradients:
     """`_gradients`, with gradients of weights from BF16 products of rows that are not quantized."""
-    x, ids, weights, gate_up_proj, down_proj, gate_up, gate_up_scales = saved
+    x, ids, weights, gate_up_proj, down_proj, down_bias, gate_up, gate_up_scales = saved
     gradients: _Gradients = {}
     num_experts = len(down_proj)
     if gate_up_scales is not None:
@@ -185,7 +192,17 @@ def _with_bf16_weights(
     activation_gradients = ActivationGradients(
         *activation_rows_backward(grad_activated, gate_up, to_row, weights, options.activation)
     )
-    gradients["top_k_weights"] = activation_gradients.grad_weights
+    grad_scores = activation_gradients.grad_weights
+    if down_bias is not None:
+        grad_scores = grad_scores + bias_products(grad, down_bias, ids - options.expert_offset)
+    gradients["top_k_weights"] = grad_scores
+    gradients |= bias_gradients_of_rows(
+        needs,
+        lambda: dispatch_rows(grad.bfloat16(), to_token),
+        activation_gradients.weight_of_row,
+        activation_gradients.grad_gate_up,
+        offsets,
+    )
     if needs["down_proj"]:
         activated = activation_rows(gate_up, options.activation)
         weighted = (activation_gradients.weight_of_row[:, None] * activated).bfloat16()
@@ -208,6 +225,9 @@ def _put(weight: torch.Tensor, product: torch.Tensor, begins: bool) -> torch.Ten
     return main_grad.result(weight, d.add_(product) if accumulates else d.copy_(product))
 
 
+_NAMES = TrainedExpertsInputs._fields[:12]  # those of an autograd function
+
+
 class _TrainedExperts(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -218,7 +238,8 @@ class _TrainedExperts(torch.autograd.Function):
         parts: _Parts | None,
         *inputs: Any,
     ) -> torch.Tensor:
-        x, ids, weights, gate_up_proj, down_proj, activation, _, offset, num_global, _ = inputs
+        x, ids, weights, gate_up_proj, down_proj, _, down_bias = inputs[:7]
+        activation, _, offset, num_global, _ = inputs[7:]
         ctx.saves = any(ctx.needs_input_grad[4:-1])
         y: torch.Tensor
         y, gate_up = trained_experts(*inputs, reuse_codes, ctx.saves)
@@ -226,20 +247,19 @@ class _TrainedExperts(torch.autograd.Function):
             scale_inv = None
             if saved_dtype == E4M3:
                 gate_up, scale_inv = quantize_1x128(gate_up.flatten(0, 1), False)
-            ctx.save_for_backward(x, ids, weights, gate_up_proj, down_proj, gate_up, scale_inv)
+            projections = gate_up_proj, down_proj, down_bias
+            ctx.save_for_backward(x, ids, weights, *projections, gate_up, scale_inv)
         ctx.masters = main_grad.master(gate_up_proj), main_grad.master(down_proj)
         ctx.parts = parts
-        ctx.options, ctx.dtypes = (
-            _Options(activation, offset, num_global, wgrad),
-            (x.dtype, weights.dtype),
-        )
+        ctx.options = _Options(activation, offset, num_global, wgrad)
+        named = dict(zip(_NAMES, inputs, strict=True))
+        ctx.dtypes = {name: named[name].dtype for name in TRAINED if named[name] is not None}
         return y
 
     @staticmethod
     @first_order
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        names = TrainedExpertsInputs._fields[:10]
-        needs = dict(zip(names, ctx.needs_input_grad[4:], strict=True))
+        needs = dict(zip(_NAMES, ctx.needs_input_grad[4:], strict=True))
         gradients: _Gradients = {}
         if ctx.saves:
             saved = _Saved(*ctx.saved_tensors)
@@ -248,11 +268,11 @@ class _TrainedExperts(torch.autograd.Function):
                 masters[name] = masters[name] if master is None else master
                 needs[name] = needs[name] and main_grad.is_asked_for(masters[name])
             gradients = _gradients(grad, saved, ctx.options, ctx.parts, needs, masters)
-            for name, dtype in zip(("hidden_states", "top_k_weights"), ctx.dtypes, strict=True):
+            for name, dtype in ctx.dtypes.items():
                 if (gradient := gradients.get(name)) is not None:
                     gradients[name] = gradient.to(dtype)
         gradients["addend"] = grad
-        return None, None, None, None, *(gradients.get(x) if needs[x] else None for x in names)
+        return None, None, None, None, *(gradients.get(x) if needs[x] else None for x in _NAMES)
 
 
 def trainable_experts(
@@ -267,13 +287,14 @@ def trainable_experts(
     """`trained_experts` -> bf16 [T, H], with gradients in all floating-point inputs.
 
     layer: the name in errors.
-    inputs: the first ten of `TrainedExpertsInputs`. Very many tokens are computed in parts.
+    inputs: the first twelve of `TrainedExpertsInputs`. Very many tokens are computed in parts.
     saved_dtype: as in `experts.routed_experts`. wgrad: see `Wgrad`.
     parts: of the whole call, if this call computes one part of it.
     """
     y: torch.Tensor
     x, ids, scores, gate_up_proj, down_proj, *options, addend = inputs
-    if not records(layer, x, scores, gate_up_proj, down_proj, addend):
+    biases = inputs[5:7]
+    if not records(layer, x, scores, gate_up_proj, down_proj, *biases, addend):
         y, _ = trained_experts(*inputs, reuse_codes, False)
         return y
     check_saved_dtype(layer, saved_dtype)

@@ -27,9 +27,12 @@ from ...kernels.jit import current_driver
 from ...kernels.program import Codes, Record, layouts, prepare_launches
 from ...kernels.registry import Written, register, register_inputs
 from ...kernels.targets import target_of
+from ...quant.block_scaled import BlockScaled, dequantize
 from ...quant.columns import quantize_128x1, readable
 from ...routing.combine import sum_rows
 from ..activation import readable_saved
+from ..activation_rows import weights_of_rows
+from ..expert_biases import BIAS_INPUTS, BiasGradients, add_bias_gradients, check_bias_gradients
 from ..expert_parts import Choices, TransposedWeights
 from ..grouped_linear import empty_dgrad
 from .activation_columns import ActivationColumnsGradients, activation_columns_backward
@@ -73,6 +76,7 @@ class TrainedExpertsBackwardInputs(NamedTuple):
         [2 R, ceil(I/128)].
     grad_gate_up_proj, grad_down_proj: bf16 or fp32 in the shapes of the weights, written with their
         gradients; None: not wanted.
+    grad_gate_up_proj_bias, grad_down_proj_bias: as in `ExpertsBackwardInputs`.
     adds_to_gate_up_proj, adds_to_down_proj: whether gradients are added to these, in fp32.
     blocks: whether column codes of X and of w a have one scale for 128x128.
     The others: as in the forward.
@@ -86,8 +90,11 @@ class TrainedExpertsBackwardInputs(NamedTuple):
     gate_up_scale_inv: torch.Tensor | None
     gate_up_proj: torch.Tensor
     down_proj: torch.Tensor
+    down_proj_bias: torch.Tensor | None
     grad_gate_up_proj: Written | None
     grad_down_proj: Written | None
+    grad_gate_up_proj_bias: Written | None
+    grad_down_proj_bias: Written | None
     adds_to_gate_up_proj: bool
     adds_to_down_proj: bool
     activation: Activation
@@ -111,6 +118,17 @@ def _check_backward(inputs: TrainedExpertsBackwardInputs) -> None:
     check_shape(_OP, "hidden_states", x, grad.shape, "[T, H] as grad")
     shape = ids.shape
     check_shape(_OP, "top_k_weights", inputs.top_k_weights, shape, "[T, k] as top_k_index")
+    check_bias_gradients(_OP, down.shape, *_biases(inputs))
+    check_same_device(_OP, grad=grad, **dict(zip(BIAS_INPUTS, _biases(inputs), strict=True)))
+
+
+_Biases = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+
+
+def _biases(inputs: TrainedExpertsBackwardInputs) -> _Biases:
+    """In the order of `BIAS_INPUTS`."""
+    grad_gate_up, grad_down = inputs.grad_gate_up_proj_bias, inputs.grad_down_proj_bias
+    return inputs.down_proj_bias, grad_gate_up, grad_down
 
 
 def _allocate_backward(
@@ -123,9 +141,10 @@ def _allocate_backward(
 def _backward(inputs: TrainedExpertsBackwardInputs) -> tuple[torch.Tensor, torch.Tensor]:
     """Run the steps at the head of this file, one by one."""
     _check_backward(inputs)
-    grad, x, ids, weights, *gate_up, gate_up_proj, down_proj, grad_gate_up, grad_down = inputs[:10]
-    activation, expert_offset, num_global_experts, blocks = inputs[12:]
-    num_experts, rank = len(down_proj), (expert_offset, num_global_experts)
+    grad, x, ids, weights, *gate_up, gate_up_proj, down_proj = inputs[:8]
+    grad_gate_up, grad_down = inputs.grad_gate_up_proj, inputs.grad_down_proj
+    activation, blocks = inputs.activation, inputs.blocks
+    num_experts, rank = len(down_proj), (inputs.expert_offset, inputs.num_global_experts)
     *rows, offsets, to_row = quantized_rows(grad, ids, num_experts, *rank)
     to_token = tokens_of_rows(to_row, ids.numel())
     grad_activated = trained_dgrad(*rows, down_proj, offsets, 1)
@@ -144,7 +163,17 @@ def _backward(inputs: TrainedExpertsBackwardInputs) -> tuple[torch.Tensor, torch
         x_columns = quantize_128x1(x, offsets, to_token, False, MIN_GRADIENT_AMAX, blocks)
         columns = activation_gradients.gate_up_columns, activation_gradients.gate_up_scale_inv
         k_grouped_gemm(*columns, *x_columns, grad_gate_up, offsets, 0, inputs.adds_to_gate_up_proj)
-    return dx, activation_gradients.grad_weights
+    grad_scores = activation_gradients.grad_weights
+    if len(rows[0]) and any(x is not None for x in _biases(inputs)):
+        grad_rows, grad_gate_up = (
+            dequantize(BlockScaled(*x), torch.float32) for x in (rows, activation_gradients[:2])
+        )
+        weight_of_row, _ = weights_of_rows(to_row, weights, len(grad_rows))
+        grad_gate_up = grad_gate_up.unflatten(1, (2, -1))[..., : down_proj.shape[2]].flatten(1)
+        args = grad_rows, grad_gate_up, weight_of_row, offsets
+        products = add_bias_gradients(*_biases(inputs), *args)
+        grad_scores += products[to_row.clamp(min=0)].masked_fill(to_row < 0, 0.0)
+    return dx, grad_scores
 
 
 def _launch_backward(inputs: TrainedExpertsBackwardInputs) -> tuple[torch.Tensor, torch.Tensor]:
@@ -160,13 +189,14 @@ def _launch_backward(inputs: TrainedExpertsBackwardInputs) -> tuple[torch.Tensor
         *(inputs.top_k_index, inputs.top_k_weights, saved, saved_scales),
         *(down.transposed, down.scale_inv.mT, gate_up.transposed, gate_up.scale_inv.mT),
         *(inputs.grad_down_proj, inputs.grad_gate_up_proj, dx, grad_weights),
+        *_biases(inputs),
     )
     driver = current_driver()
     key = (
         _OP,
         tuple([None if x is None else (layout_of(x), x.data_ptr() % 16) for x in tensors]),
         len(inputs.down_proj),
-        inputs[10:],
+        inputs[13:],
         driver.max_sms,
     )
     prepared = driver.prepared().get(key)
@@ -201,6 +231,7 @@ def _prepare(
         expert_offset=inputs.expert_offset,
         blocks=inputs.blocks,
         accumulate=(inputs.adds_to_down_proj, inputs.adds_to_gate_up_proj),
+        biases=BiasGradients(*(named[name] for name in BIAS_INPUTS)),
     )
     return prepare_launches(r, device_index)
 

@@ -27,6 +27,7 @@ from ...kernels.program import Codes, Place, Record, Span, Target, Tensor, kerne
 from ...kernels.targets import ANY_TARGET
 from ...quant.columns import column_codes, describe_columns, num_column_blocks
 from ...routing.combine import describe_combine
+from ..expert_biases import BIAS_INPUTS, NO_BIASES, BiasGradients, describe_bias_gradients
 from ..expert_parts import BF16_CALL, CallTensors, Choices, TransposedWeights, describe_rows_gemm
 from ..experts_records import describe_grad_activated
 from .activation_columns import describe_activation_columns
@@ -36,6 +37,7 @@ INPUTS = (
     *("grad", "x", "ids", "scores", "saved", "saved_scales"),
     *("down", "down_scales", "gate_up", "gate_up_scales"),
     *("grad_down", "grad_gate_up", "dx", "grad_weights"),
+    *BIAS_INPUTS,
 )
 
 
@@ -56,6 +58,7 @@ def describe_trained_backward(
     expert_offset: int = 0,
     blocks: bool = False,
     accumulate: tuple[bool, bool] = (False, False),
+    biases: BiasGradients = NO_BIASES,
 ) -> None:
     """Add the steps of a backward to r; the head of this file lists them.
 
@@ -68,11 +71,12 @@ def describe_trained_backward(
         dx: bf16 [T, H], contiguous.
         blocks: whether x and activated values have one scale for 128 tokens of 128 features.
         accumulate: whether the step adds to grad_down, and to grad_gate_up, in fp32.
+        biases: what `describe_bias_gradients` takes and gives.
     """
     num_rows, h, i = sizes.num_tokens * sizes.top_k, sizes.hidden_size, sizes.intermediate_size
     num_columns = num_column_blocks(num_rows, sizes.num_experts)
     first, second = r.target.gemms.experts_backward(r, sizes)
-    dispatched, grad_activated = describe_grad_activated(
+    grad_rows, dispatched, grad_activated = describe_grad_activated(
         r, sizes, first, grad, None, choices.ids, weights.down, expert_offset
     )
     _, offsets, token_to_row = dispatched.maps
@@ -83,6 +87,7 @@ def describe_trained_backward(
         "is_first", (1, sizes.num_tokens, sizes.top_k), torch.float32, sizes.top_k
     ).first()
     row_to_token = r.buffer("row_to_token", 4 * num_rows)
+    weight_of_row = r.buffer("weight_of_row", 4 * num_rows)
     describe_activation_columns(
         r,
         grad_activated,
@@ -98,10 +103,20 @@ def describe_trained_backward(
         activated_columns=activated_columns,
         grad_weights=Place("grad_weights"),
         is_first=is_first.place,
-        weight_of_row=r.buffer("weight_of_row", 4 * num_rows),
+        weight_of_row=weight_of_row,
         partial_sums=r.buffer("partial_sums", num_blocks(i) * num_rows * 4),
         row_to_token=row_to_token,
         blocks=blocks,
+    )
+    describe_bias_gradients(
+        r,
+        biases,
+        grad_rows,
+        rows,
+        dispatched,
+        Place("grad_weights"),
+        sizes.num_tokens * sizes.top_k,
+        weight_of_row,
     )
     results = r.matrices("results", (1, num_rows, h), torch.bfloat16)
     describe_rows_gemm(
@@ -179,6 +194,7 @@ def trained_backward_record(
         activation=activation,
         blocks=blocks,
         accumulate=(accumulate, accumulate),
+        biases=tensors.bias_gradients(sizes),
     )
     return r
 

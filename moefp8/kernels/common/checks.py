@@ -110,6 +110,14 @@ def check_bias(op: str, bias: torch.Tensor | None, n: int) -> None:
         check_shape(op, "bias", bias, [n], "[N]")
 
 
+def check_group_bias(
+    op: str, name: str, bias: torch.Tensor | None, shape: Sequence[int], rule: str
+) -> None:
+    if bias is not None:
+        check_tensor(op, name, bias, FLOATS, 2)
+        check_shape(op, name, bias, shape, rule)
+
+
 def check_rank(
     op: str, num_experts: int, expert_offset: int, num_global_experts: int | None
 ) -> None:

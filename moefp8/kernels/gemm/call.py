@@ -37,7 +37,7 @@ class GemmCall(NamedTuple):
     """A GEMM's tensors and options.
 
     check: raises TypeError or ValueError if the tensors are wrong; called for new layouts.
-    bias: [N] in bf16, fp16 or fp32, of a dense GEMM.
+    bias: [N] in bf16, fp16 or fp32; of groups [G, N].
     group_layout: what says which group a token belongs to; None: the GEMM is dense.
     bounds: `expert_offsets`, `masked_m` or, for both ROWS and SEGMENTS, `grouped_layout`.
     expected_m: about how many tokens a group has, at least 1; for speed alone. None: the mean.
@@ -108,7 +108,7 @@ def _first_launch(call: GemmCall) -> _Run | None:
         return None
     fitting = call._replace(
         operands=fitting_operands(operands, call.d_is_padded, keep_d=not is_dense),
-        bias=None if call.bias is None else call.bias.contiguous(),
+        bias=None if call.bias is None else _in_rows(call.bias),
         bounds=None if call.bounds is None else call.bounds.contiguous(),
     )
     if all(x is y for x, y in zip(fitting.tensors, call.tensors, strict=True)):
@@ -121,19 +121,28 @@ def _first_launch(call: GemmCall) -> _Run | None:
     return None
 
 
+def _in_rows(bias: torch.Tensor) -> torch.Tensor:
+    """The bias of each group in a row without gaps, as the kernel reads it."""
+    return bias if bias.stride(-1) == 1 else bias.contiguous()
+
+
 def _write_empty_sums(call: GemmCall) -> None:
-    """Write d for K = 0: the bias, or zeros into the rows of groups."""
-    d, bounds = call.operands.d, call.bounds
+    """Write d for K = 0: the bias, or zeros, into the rows of groups."""
+    d, bounds, bias = call.operands.d, call.bounds, call.bias
     if bounds is None:
-        d.zero_() if call.bias is None else d.copy_(call.bias)
+        d.zero_() if bias is None else d.copy_(bias)
         return
-    row = torch.arange(d.shape[-2], device=d.device)
-    rows = bounds >= 0
+    row = torch.arange(d.shape[-2], device=d.device, dtype=torch.int32)
     if call.group_layout == GroupLayout.MASKED:
-        rows = row < bounds[:, None]
-    elif call.group_layout == GroupLayout.OFFSETS:
-        rows = (row >= bounds[0]) & (row < bounds[-1])
-    d.masked_fill_(rows[..., None], 0)
+        d.masked_fill_((row < bounds[:, None])[..., None], 0)
+        return
+    group = bounds  # of each row
+    if call.group_layout == GroupLayout.OFFSETS:
+        group = torch.searchsorted(bounds, row, right=True) - 1
+    num_groups = len(call.operands.b)
+    has_group = ((group >= 0) & (group < num_groups))[:, None]
+    sums = 0 if bias is None else bias[group.clamp(0, num_groups - 1)].to(d.dtype)
+    d.copy_(torch.where(has_group, sums, d))
 
 
 def _prepare(call: GemmCall) -> _Run:
@@ -166,6 +175,7 @@ def _prepare(call: GemmCall) -> _Run:
             d,
             call.group_layout,
             others["bounds"].place,
+            bias=others.get("bias"),
             expected_m=call.expected_m,
             programmatic=call.programmatic,
         )
@@ -175,15 +185,21 @@ def _prepare(call: GemmCall) -> _Run:
 
 
 def grouped_kernels(
-    target: Target, most_rows: int, num_groups: int, n: int, k: int
+    target: Target,
+    most_rows: int,
+    num_groups: int,
+    n: int,
+    k: int,
+    bias: torch.dtype | None = None,
 ) -> Iterator[Kernel]:
     """The kernels of a grouped GEMM with OFFSETS, without `expected_m`, for up to `most_rows`."""
+    biases = None if bias is None else Tensor.contiguous("bias", num_groups, n, dtype=bias)
 
     def describe(span: Span) -> Record:
-        r, m = Record(target, (*_INPUTS, "bounds"), older=_OLDER, span=span), span.first
-        b, d = Codes.contiguous("b", num_groups, n, k), r.matrices("out", (1, m, n), torch.bfloat16)
-        a, bounds = r.codes("rows", (1, m, k)), Place("bounds")
-        target.gemms.grouped(r, a, b, d, GroupLayout.OFFSETS, bounds)
+        r, m = Record(target, (*_INPUTS, "bias", "bounds"), older=_OLDER, span=span), span.first
+        a, b = r.codes("rows", (1, m, k)), Codes.contiguous("b", num_groups, n, k)
+        d, bounds = r.matrices("out", (1, m, n), torch.bfloat16), Place("bounds")
+        target.gemms.grouped(r, a, b, d, GroupLayout.OFFSETS, bounds, bias=biases)
         return r
 
     return kernels_of(describe, most_rows)

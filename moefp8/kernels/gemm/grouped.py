@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from ..common.blocks import BLOCK
-from ..common.checks import check_shape, check_tensor
+from ..common.checks import check_group_bias, check_shape, check_tensor
 from ..registry import Written, register_inputs
 from .call import GemmCall, launch_gemm
 from .dense import block_scaled_matmul, check_recipe
@@ -73,13 +73,18 @@ class ContiguousInputs(NamedTuple):
     grouped_layout: torch.Tensor | None
     expert_offsets: torch.Tensor | None
     zero_padding: bool = False
+    bias: torch.Tensor | None = None
 
 
 def _check_contiguous(inputs: ContiguousInputs) -> None:
     """Check all that a contiguous GEMM asks of its arguments, except their values."""
-    *operands, grouped_layout, expert_offsets, _ = inputs
-    groups = {"grouped_layout": grouped_layout, "expert_offsets": expert_offsets}
-    check_operands(_CONTIGUOUS, Operands(*operands), (2, 3), **groups)
+    *operands, grouped_layout, expert_offsets, _, bias = inputs
+    optional = {
+        "grouped_layout": grouped_layout,
+        "expert_offsets": expert_offsets,
+        "bias": bias,
+    }
+    check_operands(_CONTIGUOUS, Operands(*operands), (2, 3), **optional)
     if (grouped_layout is None) == (expert_offsets is None):
         came = "neither" if grouped_layout is None else "both"
         raise ValueError(f"{_CONTIGUOUS}: give grouped_layout or expert_offsets, got {came}")
@@ -89,11 +94,12 @@ def _check_contiguous(inputs: ContiguousInputs) -> None:
     if expert_offsets is not None:
         check_tensor(_CONTIGUOUS, "expert_offsets", expert_offsets, (torch.int32,), 1)
         check_shape(_CONTIGUOUS, "expert_offsets", expert_offsets, [len(inputs.b) + 1], "[G + 1]")
+    check_group_bias(_CONTIGUOUS, "bias", bias, inputs.b.shape[:2], "[G, N]")
 
 
 def _contiguous(inputs: ContiguousInputs) -> None:
     _check_contiguous(inputs)
-    a, a_scale_inv, b, b_scale_inv, d, grouped_layout, expert_offsets, zero_padding = inputs
+    a, a_scale_inv, b, b_scale_inv, d, grouped_layout, expert_offsets, zero_padding, bias = inputs
     segments = []
     if expert_offsets is not None:
         segments = _segments_of_offsets(expert_offsets, len(a))
@@ -103,7 +109,8 @@ def _contiguous(inputs: ContiguousInputs) -> None:
         d.zero_()
     for group, start, end in segments:
         rows = slice(start, end)
-        d[rows] = block_scaled_matmul(a[rows], a_scale_inv[rows], b[group], b_scale_inv[group])
+        y = block_scaled_matmul(a[rows], a_scale_inv[rows], b[group], b_scale_inv[group])
+        d[rows] = y if bias is None else y + bias[group].float()
 
 
 def finds_segments(num_rows: int, num_groups: int) -> bool:
@@ -116,7 +123,7 @@ def finds_segments(num_rows: int, num_groups: int) -> bool:
 
 
 def _launch_contiguous(inputs: ContiguousInputs) -> None:
-    *operands, grouped_layout, expert_offsets, zero_padding = inputs
+    *operands, grouped_layout, expert_offsets, zero_padding, bias = inputs
     layout, bounds = GroupLayout.OFFSETS, expert_offsets
     if expert_offsets is None and grouped_layout is not None:
         bounds, layout = grouped_layout, GroupLayout.ROWS
@@ -126,13 +133,14 @@ def _launch_contiguous(inputs: ContiguousInputs) -> None:
     check = partial(_check_contiguous, inputs)
     if bounds is None or (grouped_layout is not None and expert_offsets is not None):
         check()  # this raises
+        return
     if zero_padding:  # which rows are padding, only the device knows
         check()
         inputs.d.zero_()
     launch_gemm(
-        [*operands, *(x for x in (grouped_layout, expert_offsets) if x is not None)],
+        [*operands, bounds] if bias is None else [*operands, bias, bounds],
         (_CONTIGUOUS, layout),
-        lambda: GemmCall(_CONTIGUOUS, check, Operands(*operands), None, layout, bounds),
+        lambda: GemmCall(_CONTIGUOUS, check, Operands(*operands), bias, layout, bounds),
     )
 
 
@@ -207,6 +215,7 @@ def m_grouped_fp8_gemm_nt_contiguous(
     *,
     expert_offsets: torch.Tensor | None = None,
     zero_padding: bool = False,
+    bias: torch.Tensor | None = None,
 ) -> None:
     """Write `d[r] = dequantize(a)[r] @ dequantize(b)[group of r].T` for all rows of groups.
 
@@ -222,6 +231,7 @@ def m_grouped_fp8_gemm_nt_contiguous(
             padding. This is faster, since no row is padded.
         zero_padding: rows of padding become zeros. A GPU zeroes all of d first, which takes one
             more launch and writes 2 M N bytes.
+        bias: [G, N] bf16, fp16 or fp32, added in FP32 to the rows of each group; or None.
         recipe, compiled_dims, disable_ue8m0_cast: as in `fp8_gemm_nt`.
 
     Raises:
@@ -231,7 +241,7 @@ def m_grouped_fp8_gemm_nt_contiguous(
     """
     check_recipe(_CONTIGUOUS, recipe)
     check_pairs(_CONTIGUOUS, a, b)
-    _contiguous_op(*a, *b, d, grouped_layout, expert_offsets, zero_padding)
+    _contiguous_op(*a, *b, d, grouped_layout, expert_offsets, zero_padding, bias)
 
 
 def m_grouped_fp8_gemm_nt_masked(

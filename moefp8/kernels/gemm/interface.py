@@ -54,12 +54,14 @@ class GateUp(NamedTuple):
     d_scale_inv: the scales of d, fp32 [..., M, ceil(N/128)], M innermost.
     saved: bf16 [M, 2, N], gate and up of each token, with a row pitch of round_up(N, 8), for a
         config that saves them; else None.
+    bias: up's bias, with the layout of gate's.
     """
 
     up: Codes
     activation: Activation
     d_scale_inv: Tensor
     saved: Place | None = None
+    bias: Tensor | None = None
 
 
 class Gemms(Protocol):
@@ -109,12 +111,14 @@ class Gemms(Protocol):
         layout: GroupLayout,
         bounds: Place,
         *,
+        bias: Tensor | None = None,
         expected_m: int | None = None,
         programmatic: bool = False,
     ) -> None:
         """Steps that write the rows of groups of bf16 d [., M, N], of a [., M, K] and b [G, N, K].
 
-        bounds: as `layout` says. expected_m: about how many tokens a group has; None: the mean.
+        bounds: as `layout` says. bias: [G, N], with contiguous rows, or None.
+        expected_m: about how many tokens a group has; None: the mean.
         """
 
     def k_grouped(
@@ -164,6 +168,7 @@ class Gemms(Protocol):
         d: Tensor,
         tokens: int,
         *,
+        bias: Tensor | None = None,
         groups: GroupsOfTokens,
         gate_up: GateUp | None = None,
         programmatic: bool = True,
@@ -171,5 +176,6 @@ class Gemms(Protocol):
         """Steps with a chosen config, of a [., M, K] and b [G, N, K], with three dimensions.
 
         d: bf16 [., M, N]; with gate_up, the E4M3 codes of the activated values. They may read
-        weights, and bounds that are ready, early. tokens: about how many a group has.
+        weights, biases, and bounds that are ready, early.
+        tokens: about how many a group has. bias: [G, N], with contiguous rows, or None.
         """

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from ...functional.training.linear import Wgrad, check_wgrad
+from ...kernels.common.activation import Activation
 from ...kernels.common.checks import FLOATS, check_tensor
 from ..experts import GroupedExperts
 from ..linear import FP8Linear
@@ -275,7 +276,9 @@ def _check(
     if problem := form_problem(module, stacks) or tensor_problem(module, stacks.names):
         return {}, problem
     activation, problem = probe(module, probed, trainable)
-    return {"activation": activation.kind, "swiglu_limit": activation.limit}, problem
+    kind, limit = activation._replace(limit=None), activation.limit
+    named = kind.kind if kind == Activation(kind.kind) else kind
+    return {"activation": named, "swiglu_limit": limit}, problem
 
 
 def _refusal(pattern: str, what: str, may_freeze: bool, group: list[tuple[str, nn.Module]]) -> str:

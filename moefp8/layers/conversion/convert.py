@@ -236,8 +236,11 @@ def _without_codes(module: nn.Module, settings: dict[str, Any]) -> TrainableModu
     if stacks is not None:
         if trainable:
             (gate_up,) = stacks.gate_up  # `master_problem` refuses two
-            return GroupedExperts.from_weights(gate_up, stacks.down, **settings)
-        return GroupedExperts(*stacks.down.shape, device="meta", **settings)
+            biases: dict[str, Any] = stacks.biases
+            return GroupedExperts.from_weights(gate_up, stacks.down, **settings, **biases)
+        experts = GroupedExperts(*stacks.down.shape, device="meta", **settings)
+        experts._share_biases(stacks.biases)
+        return experts
     wgrad = settings["wgrad"]
     if trainable and isinstance(module, nn.Linear):
         return FP8Linear.from_linear(module, trainable=True, wgrad=wgrad)

@@ -18,8 +18,12 @@ class PlainExperts(nn.Module):
 
     Names, shapes and forward are those of `GroupedExperts`, and gradients flow. Experts run one
     after the other, and on a GPU each waits for the router's choice. `dtype` is that of the weights
-    gate_up_proj [E, 2I, H] and down_proj [E, H, I].
+    gate_up_proj [E, 2I, H] and down_proj [E, H, I], and of the biases gate_up_proj_bias [E, 2I] and
+    down_proj_bias [E, H], or None.
     """
+
+    gate_up_proj_bias: nn.Parameter | None
+    down_proj_bias: nn.Parameter | None
 
     expert_offset = 0  # these two as in `GroupedExperts`
     num_global_experts: int | None = None
@@ -34,6 +38,7 @@ class PlainExperts(nn.Module):
         swiglu_limit: float | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.bfloat16,
+        bias: bool = False,
     ) -> None:
         super().__init__()
         e, h, i = num_experts, hidden_size, intermediate_size
@@ -41,6 +46,10 @@ class PlainExperts(nn.Module):
         self.activation = activation_of("PlainExperts", activation, swiglu_limit)
         self.gate_up_proj = nn.Parameter(torch.empty(e, 2 * i, h, device=device, dtype=dtype))
         self.down_proj = nn.Parameter(torch.empty(e, h, i, device=device, dtype=dtype))
+        shapes = {"gate_up_proj_bias": (e, 2 * i), "down_proj_bias": (e, h)}
+        for name, shape in shapes.items():
+            made = nn.Parameter(torch.empty(shape, device=device, dtype=dtype)) if bias else None
+            self.register_parameter(name, made)
         self.reset_parameters()
 
     @property
@@ -55,8 +64,11 @@ class PlainExperts(nn.Module):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draw every projection as `nn.Linear` does."""
-        for weight in (self.gate_up_proj, self.down_proj):
-            draw_as_linear(weight, weight.shape[2])
+        biases = self.gate_up_proj_bias, self.down_proj_bias
+        for weight, bias in zip((self.gate_up_proj, self.down_proj), biases, strict=True):
+            for x in (weight, bias):
+                if x is not None:
+                    draw_as_linear(x, weight.shape[2])
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -70,8 +82,13 @@ class PlainExperts(nn.Module):
         for expert in range(self.num_experts):
             token, choice = torch.where(top_k_index == self.expert_offset + expert)
             if len(token):
-                activated = self._apply_gate(F.linear(x[token], self.gate_up_proj[expert]))
-                rows = F.linear(activated, self.down_proj[expert]).float()
+                gate_up_bias, down_bias = (
+                    None if bias is None else bias[expert]
+                    for bias in (self.gate_up_proj_bias, self.down_proj_bias)
+                )
+                gate_up = F.linear(x[token], self.gate_up_proj[expert], gate_up_bias)
+                activated = self._apply_gate(gate_up)
+                rows = F.linear(activated, self.down_proj[expert], down_bias).float()
                 y.index_add_(0, token, rows * top_k_weights[token, choice, None].float())
         return y.to(hidden_states.dtype)
 
@@ -83,4 +100,6 @@ class PlainExperts(nn.Module):
     def extra_repr(self) -> str:
         sizes = "num_experts", "hidden_size", "intermediate_size"
         activation = () if self.activation.kind == "swiglu" else ("activation",)
-        return attributes_repr(self, *sizes, *activation, "swiglu_limit")
+        has_bias = self.down_proj_bias is not None or self.gate_up_proj_bias is not None
+        text = attributes_repr(self, *sizes, *activation, "swiglu_limit")
+        return text + (", bias=True" if has_bias else "")

@@ -314,7 +314,11 @@ def _reference(formula: Formula, stacks: Stacks, routing: Routing) -> torch.Tens
         gate_up = torch.cat(
             [product_fp32(rows, weight[expert]) for weight in stacks.gate_up], dim=1
         )
+        if (bias := stacks.biases.get("gate_up_proj_bias")) is not None:
+            gate_up = gate_up + bias[expert].float()
         y = product_fp32(formula(*gate_up.chunk(2, dim=1)).float(), stacks.down[expert])
+        if stacks.down_bias is not None:
+            y = y + stacks.down_bias[expert].float()
         result.index_add_(0, token, scores[token, choice, None].float() * y)
     return result
 

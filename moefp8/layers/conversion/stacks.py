@@ -4,7 +4,7 @@ E experts, H hidden, I intermediate.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -22,25 +22,40 @@ _STACK_NAMES = (STACKS, ("w13", "w2"))  # transformers' names, and vLLM's
 STACK_NAMES = frozenset(name for names in _STACK_NAMES for name in names)
 
 # The attributes of experts modules of transformers, with the values that suit `GroupedExperts`.
-_FLAGS = {
-    "is_transposed": False,
-    "is_concatenated": True,
-    "has_bias": False,
-    "has_gate": True,
-    "has_post_expert_norm": False,
-}
+_FLAGS = {"has_gate": True, "has_post_expert_norm": False}
 
 
 @dataclass(frozen=True)
 class Stacks:
-    """The weights that an experts module stores in the parameters `names`, without a copy.
+    """Views of the weights that an experts module stores in the parameters `names`.
 
     gate_up: one stack [E, 2I, H], gate rows first, or gate and up [E, I, H]; down: [E, H, I].
+    gate_up_bias: as many [E, 2I] or [E, I], or none; down_bias: [E, H], or None.
+    shapes_of: the shapes of the parameters for other H and I, by name.
     """
 
     gate_up: tuple[torch.Tensor, ...]
     down: torch.Tensor
     names: tuple[str, ...]
+    shapes_of: Callable[[int, int], dict[str, tuple[int, ...]]]
+    gate_up_bias: tuple[torch.Tensor, ...] = ()
+    down_bias: torch.Tensor | None = None
+
+    @property
+    def is_in_turns(self) -> bool:
+        """Whether rows of gate and of up are stored in turns."""
+        return len(self.gate_up) > 1 and self.names[:2] in _STACK_NAMES
+
+    @property
+    def biases(self) -> dict[str, torch.Tensor]:
+        """The biases as `GroupedExperts` names them: [E, 2I], gate first, and [E, H]."""
+        made = {}
+        if self.gate_up_bias:
+            first, *more = self.gate_up_bias
+            made["gate_up_proj_bias"] = torch.cat([first, *more], 1) if more else first
+        if self.down_bias is not None:
+            made["down_proj_bias"] = self.down_bias
+        return made
 
 
 def stacks_of(module: nn.Module) -> Stacks | None:
@@ -50,8 +65,47 @@ def stacks_of(module: nn.Module) -> Stacks | None:
     for names in _STACK_NAMES:
         weights: list[Any] = [getattr(module, name, None) for name in names]
         if all(isinstance(w, torch.Tensor) and w.ndim == 3 for w in weights):
-            return Stacks((weights[0],), weights[1], names)
+            return _stacks_of(module, names, *weights)
     return _dbrx_stacks(module)
+
+
+def _stacks_of(
+    module: nn.Module, names: tuple[str, ...], gate_up: torch.Tensor, down: torch.Tensor
+) -> Stacks:
+    """Stacks as the module's attributes say; those of transformers are [out, in] by default."""
+    is_transposed = bool(getattr(module, "is_transposed", False))
+    bias_names = [f"{name}_bias" for name in names]
+    found: list[Any] = [getattr(module, name, None) for name in bias_names]
+    held = {
+        name: x
+        for name, x in zip(bias_names, found, strict=True)
+        if isinstance(x, torch.Tensor) and x.ndim == 2
+    }
+    gate_up_bias, down_bias = (held.get(name) for name in bias_names)
+    if is_transposed:
+        gate_up, down = gate_up.mT, down.mT
+    num_experts = len(down)
+
+    def shapes_of(h: int, i: int) -> dict[str, tuple[int, ...]]:
+        shapes = [(2 * i, h), (h, i)]
+        turned = [tuple(reversed(x)) if is_transposed else x for x in shapes]
+        made = {name: (num_experts, *x) for name, x in zip(names, turned, strict=True)}
+        widths = dict(zip(bias_names, (2 * i, h), strict=True))
+        return made | {name: (num_experts, widths[name]) for name in held}
+
+    def halves(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if getattr(module, "is_concatenated", True):
+            return (x,)
+        return x[:, ::2], x[:, 1::2]  # rows of gate and of up in turns
+
+    return Stacks(
+        halves(gate_up),
+        down,
+        (*names, *held),
+        shapes_of,
+        () if gate_up_bias is None else halves(gate_up_bias),
+        down_bias,
+    )
 
 
 def _dbrx_stacks(module: nn.Module) -> Stacks | None:
@@ -65,7 +119,12 @@ def _dbrx_stacks(module: nn.Module) -> Stacks | None:
     if weights[0].shape[0] % num_experts:
         return None
     gate, up, down = (w.unflatten(0, (num_experts, -1)) for w in weights)
-    return Stacks((gate, up), down.transpose(1, 2), ("mlp.w1", "mlp.v1", "mlp.w2"))
+    names = "mlp.w1", "mlp.v1", "mlp.w2"
+
+    def shapes_of(h: int, i: int) -> dict[str, tuple[int, ...]]:
+        return dict.fromkeys(names, (num_experts * i, h))
+
+    return Stacks((gate, up), down.transpose(1, 2), names, shapes_of)
 
 
 def form_problem(module: nn.Module, stacks: Stacks) -> str | None:
@@ -81,9 +140,19 @@ def form_problem(module: nn.Module, stacks: Stacks) -> str | None:
         )
     gate_up, down = list(stacks.gate_up[0].shape), list(stacks.down.shape)
     gate_up[1] *= len(stacks.gate_up)
-    names = STACKS if len(stacks.gate_up) > 1 else stacks.names
+    names = stacks.names if stacks.names[:2] in _STACK_NAMES else STACKS
     if gate_up != [down[0], 2 * down[2], down[1]]:
-        return f"must hold {names[0]} [E, 2I, H] and {names[1]} [E, H, I], got {gate_up} and {down}"
+        if getattr(module, "is_transposed", False):
+            gate_up, down = ([e, columns, rows] for e, rows, columns in (gate_up, down))
+            shapes = "[E, H, 2I]", "[E, I, H]"
+        else:
+            shapes = "[E, 2I, H]", "[E, H, I]"
+        held = " and ".join(f"{name} {shape}" for name, shape in zip(names, shapes, strict=False))
+        return f"must hold {held}, got {gate_up} and {down}"
+    widths = {"gate_up_proj_bias": 2 * down[2], "down_proj_bias": down[1]}
+    for name, bias in stacks.biases.items():
+        if list(bias.shape) != [down[0], widths[name]]:
+            return f"must hold {name} [E, {widths[name]}], got {list(bias.shape)}"
     if 0 in down:
         return f"must hold weights, got {names[0]} {gate_up} and {names[1]} {down}"
     return None

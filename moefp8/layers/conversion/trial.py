@@ -34,8 +34,7 @@ def random_weights(
     with drawn_weights(module, random, training, shapes, sizes) as (_, changed):
         stacks = stacks_of(module)
         assert stacks is not None
-        gate_up = tuple(x.detach() for x in stacks.gate_up)
-        yield Stacks(gate_up, stacks.down.detach(), stacks.names), changed
+        yield stacks, changed
 
 
 @contextmanager
@@ -149,10 +148,7 @@ def _narrowed(
     narrow_h, narrow_i = (min(size, widest or size) for size in (h, i))
     sizes = {2 * i: 2 * narrow_i, i: narrow_i, h: narrow_h}
     sizes.pop(e, None)  # it is more likely the number of experts
-    if len(stacks.gate_up) == 1:
-        shapes = (e, 2 * narrow_i, narrow_h), (e, narrow_h, narrow_i)
-        return dict(zip(stacks.names, shapes, strict=True)), sizes
-    return dict.fromkeys(stacks.names, (e * narrow_i, narrow_h)), sizes
+    return stacks.shapes_of(narrow_h, narrow_i), sizes
 
 
 def _resized(sizes: Mapping[int, int], value: Any) -> Any:

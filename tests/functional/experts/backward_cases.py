@@ -92,7 +92,7 @@ def backward_of_codes(
 ) -> Gradients:
     """The same of gate and up as they were saved; scales: None for bf16."""
     _, ids, top_k_weights, grad, weights, activation, rank = case
-    saved, options = (gate_up, scales), (activation, keeps, *rank)
+    saved, options = (gate_up, scales), (None, None, None, activation, keeps, *rank)
     return Gradients(*experts_backward(grad, ids, top_k_weights, *saved, *weights, *options))
 
 
@@ -101,7 +101,7 @@ def backward_body(case: Case, gate_up: torch.Tensor, fp8: bool = False) -> Gradi
     scales = None
     if fp8:
         gate_up, scales = run_body(quantize_1x128, gate_up.flatten(0, 1), False)
-    saved, options = (gate_up, scales), (case.activation, None, 0, None)
+    saved, options = (gate_up, scales), (None, None, None, case.activation, None, 0, None)
     arguments = case.grad, case.here, case.top_k_weights, *saved, *case.weights, *options
     return Gradients(*run_body(experts_backward, *arguments))
 

@@ -94,6 +94,6 @@ def backward(made: Case, given: Given) -> tuple[torch.Tensor, ...]:
     y, gate_up = experts_saving(x, *choices, *made.weights, *options, None, scale_inv)
     rows = gate_up[: int((made.here < made.num_experts).sum())]
     grad, scale_inv = given.of_gradients(made.grad)
-    saved = gate_up, None
-    found = experts_backward(grad, *choices, *saved, *made.weights, *options, scale_inv)
+    args = gate_up, None, *made.weights, None, None, None, *options, scale_inv
+    found = experts_backward(grad, *choices, *args)
     return y, rows, *found

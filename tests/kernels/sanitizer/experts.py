@@ -18,6 +18,7 @@ from moefp8.quant.quantize import launch_quantize_1x128
 from moefp8.routing import build_plan
 from tests.functional.activation import cases as activation_cases
 from tests.functional.cases import EXPERTS_FAMILIES
+from tests.functional.experts import bias_cases
 from tests.functional.training import activation_columns_cases
 from tests.kernels.gemm.cases import choosing
 from tests.kernels.sanitizer.judge import SILU, Launch, num_far, ones, tell
@@ -28,6 +29,7 @@ LIMITED = Activation(limit=100.0)
 def launches() -> Iterator[Launch]:
     yield from families()
     yield from of_several_sizes()
+    yield from with_biases()
     for num_tokens, h, i in ((3, 264, 400), (140, 100, 36), (300, 136, 144)):
         yield partial(run_feed_forward, num_tokens, h, i)
     for name, fp8, kind in product(activation_cases.CASES, (False, True), KINDS):
@@ -75,6 +77,23 @@ def of_several_sizes() -> Iterator[Launch]:
         for masked in (False, True):
             yield partial(run_experts, name, num_tokens, h, 144, masked=masked, codes=True, **rank)
         yield partial(run_experts_backward, name, num_tokens, h, 144, codes=True, **rank)
+
+
+def with_biases() -> Iterator[Launch]:
+    for gate_up, down in EXPERTS_FAMILIES.values():
+        with choosing(down, gate_up):
+            yield partial(run_biases, "frozen", (77, 2, 3, 264, 200), torch.bfloat16)
+    for form, dtype in product(bias_cases.FORMS, (torch.bfloat16, torch.float32)):
+        for sizes in ((3, 2, 3, 264, 400), (140, 2, 150, 100, 36), (300, 3, 2, 129, 144)):
+            yield partial(run_biases, form, sizes, dtype)
+
+
+def run_biases(form: str, sizes: tuple[int, int, int, int, int], dtype: torch.dtype) -> None:
+    layer = bias_cases.layer_of(*sizes[2:], dtype=dtype, device="cuda", **bias_cases.FORMS[form])
+    call = bias_cases.call_of(sizes, device="cuda")
+    found = bias_cases.results_of(layer, call)
+    bias_cases.assert_near(found, bias_cases.reference_of(layer, call), call, 0.12)
+    tell(f"experts with biases, {form}, {sizes[0]} tokens", 0)
 
 
 def run_experts(
@@ -133,8 +152,8 @@ def run_experts_backward(
     wrong = num_far(y, SILU * num_choices) + num_far(row, torch.ones(()))
     if fp8:
         gate_up, scales = launch_quantize_1x128(gate_up.flatten(0, 1), False)
-    saved = gate_up, scales
-    found = experts_backward(x, ids, top_k_weights, *saved, *weights, *options, scale_inv)
+    args = gate_up, scales, *weights, None, None, None, *options, scale_inv
+    found = experts_backward(x, ids, top_k_weights, *args)
     set_num_sms(None)
     slope = SILU + SILU * (1 - SILU)
     wrong += num_far(found[0], (slope + SILU) * num_choices)

@@ -84,6 +84,7 @@ class Draw:
     def __init__(self, seed: str) -> None:
         self._random = random.Random(seed)
         self._activations = random.Random(f"{seed} activation")
+        self._biases = random.Random(f"{seed} biases")
         self._notes: list[str] = []
         self.num_sms = NUM_SMS
         self.inputs: dict[str, torch.Tensor] = {}
@@ -112,6 +113,13 @@ class Draw:
         kind = ACTIVATIONS[int(self._activations.random() * len(ACTIVATIONS))]
         self.note(f"activation={kind}")
         return Activation(kind, limit)
+
+    def biased(self) -> bool:
+        """Whether experts have biases: once in five layouts, by a seed of its own."""
+        has_biases = self._biases.random() < 0.2
+        if has_biases:
+            self.note("biases")
+        return has_biases
 
     def flag(self, name: str, of: int = 2) -> bool:
         """Whether it is so: once in `of` layouts."""

@@ -92,7 +92,9 @@ def experts_backward(draw: Draw):
     keep_transposed, activation = draw.among((None, False, True)), draw.activation()
     saved = gate_up, saved_scales
     options = *activation, keep_transposed, *rank, grad_scales
-    return lambda: ops.experts_backward(grad, *choices, *saved, *weights, *options)
+    return lambda: ops.experts_backward(
+        grad, *choices, *saved, *weights, None, None, None, *options
+    )
 
 
 def layer_of(draw: Draw, model: Model, is_whole: bool = False, **options) -> GroupedExperts:
@@ -105,6 +107,7 @@ def layer_of(draw: Draw, model: Model, is_whole: bool = False, **options) -> Gro
         "activation": draw.activation(),
         "layout": draw.among(("auto", "auto", "masked"), "layout"),
         "saved_dtype": draw.among((BF16, BF16, E4M3), "saved"),
+        "bias": draw.biased(),
     }
     layer = GroupedExperts(*sizes, device="meta", **options)
     layer.expert_offset, layer.num_global_experts = offset, num_global
@@ -221,8 +224,8 @@ def gathered_experts(draw: Draw):
 
     def call():
         options = *activation, False, 0, None, None, True, True
-        y, saved = ops.trained_experts(x, *choices, *weights, *options)
-        args = grad, x, *choices, saved, None, *weights, *targets, True, False
+        y, saved = ops.trained_experts(x, *choices, *weights, None, None, *options)
+        args = grad, x, *choices, saved, None, *weights, None, *targets, None, None, True, False
         return {"y": y, "dx": ops.trained_experts_backward(*args, *activation, 0, None, blocks)}
 
     return call

@@ -56,7 +56,8 @@ def linear(draw: Draw):
 def experts(draw: Draw):
     h, i, e, k = model = draw.model()
     layout = draw.among(("auto", "auto", "masked"), "layout")
-    layer = GroupedExperts(e, h, i, device="meta", layout=layout, **trains(draw))
+    trained, bias = trains(draw), draw.biased()
+    layer = GroupedExperts(e, h, i, device="meta", layout=layout, bias=bias, **trained)
     if draw.flag("ranks", 4):
         share(draw, layer, model)
     return listing(draw, layer, k, draw.flag("backward"))

@@ -77,7 +77,9 @@ struct GemmConfig {
   // it would wait longer: deep ones of small tiles.
   bool reads_scales_ahead = num_product_buffers == 1 && row_warpgroups == 2 && k_blocks_per_stage == 1 && !swap_ab;
   // Registers do not suffice to run the epilogue of a tile while products of the next one are under way.
-  bool stores_first = gate_up && row_warpgroups == 3 && parts == 1;
+  bool stores_first = gate_up && !stacked &&
+                      ((row_warpgroups == 3 && parts == 1) ||
+                       (row_warpgroups == 1 && parts == 2 && saves_gate_up && bias != Bias::kNone));
   int block_weights = tile_weights / kBlock * kBlock;  // the size of the first piece, if there is a whole block
   int smallest_piece = gate_up ? outputs : tile_weights % kBlock == 0 ? kBlock : tile_weights & -tile_weights;
   int store_boxes = swap_ab || gate_up ? 1 : store_n / store_box_weights;
@@ -106,7 +108,7 @@ __host__ __device__ constexpr bool is_valid() {
   static_assert(!C.halves_tiles || C.part_n <= C.block_weights, "the first part has a single scale");
   static_assert(C.split_k == 1 || C.parts == 1, "the sums of a tile are divided among CTAs as a whole");
   static_assert(C.grouped == (C.group_layout != GroupLayout::kDense), "what says which group a token is of");
-  static_assert(C.grouped ? C.split_k == 1 && C.bias == Bias::kNone : !C.gate_up && C.multicast == 1 && C.tail == 0,
+  static_assert(C.grouped ? C.split_k == 1 : !C.gate_up && C.multicast == 1 && C.tail == 0,
                 "what only dense, and only grouped GEMMs have");
   static_assert(C.multicast == 1 || (C.multicast == 2 && !C.swap_ab && C.most_tokens % 16 == 0),
                 "each CTA loads whole swizzle atoms");
@@ -135,7 +137,7 @@ struct Groups {
   int* tile_counter;
 };
 
-// The scales of up, and where activated values go: E4M3 with a scale for each token and 128 outputs.
+// What up has of its own, and where activated values go: E4M3 with a scale for each token and 128 outputs.
 struct GateUp {
   const float* up_scales;  // with the layout of `weight_scales`, which are gate's
   ActivationArguments activation;
@@ -143,6 +145,7 @@ struct GateUp {
   int64_t pitch;
   uint8_t* saved;          // of `saves_gate_up`: BF16 [tokens, 2, outputs]
   int64_t saved_row_bytes; // the pitch of rows of outputs, a multiple of 16
+  const void* up_bias;     // with the layout of `bias`, which is gate's
 };
 
 constexpr int kMaxTokenBoxes = 4;
@@ -150,7 +153,7 @@ constexpr int kMaxTokenBoxes = 4;
 struct Arguments {
   const float* weight_scales;  // [N/128, K/128], any strides, counted in elements
   int64_t weight_scale_stride, weight_scale_stride_k;
-  const void* bias;  // [N]
+  const void* bias;  // [N], of the first group
   int num_weights, num_k_blocks;
   int last_token;                    // where the last tile of tokens begins
   int stage_bytes[kMaxTokenBoxes];   // what TMA writes into a stage, with each box of tokens
@@ -163,4 +166,5 @@ struct Arguments {
   int programmatic;                  // whether the previous kernel may still write the tokens
   Groups groups;
   GateUp gate_up;
+  int64_t bias_bytes;  // from one group's bias to the next one's
 };

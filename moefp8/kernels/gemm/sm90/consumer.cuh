@@ -203,6 +203,7 @@ __device__ void consume(Shared<C>& shared, const TensorMap& d_map, const Argumen
   const Thread<C> thread;
   float total[C.parts][C.part_n / 2];
   TileBias<C> biases[C.parts];
+  GateUpBias<C> gate_up_bias;
   ProductBuffer<C> buffers[C.num_product_buffers];
   StageScales<C> next_scales;
   auto finished = TileCoord<C>::none();  // the tile that is in `total` and will be stored
@@ -222,10 +223,18 @@ __device__ void consume(Shared<C>& shared, const TensorMap& d_map, const Argumen
     buffers[buffer].finish(total[part], shared, part, ends_stage && refills > 0, thread);
     if (ends_stage && !C.grouped) --refills;
   };
+  const auto load_bias = [&](int part) {
+    if constexpr (C.gate_up) {
+      if (part == 0) gate_up_bias.load(args, schedule.coord, thread);
+    } else {
+      const void* bias = bias_of_group(args.bias, args, schedule.coord);
+      biases[part].load(bias, args, schedule.coord, C.swap_ab ? thread.group * 64 : part * C.part_n, thread);
+    }
+  };
   const auto start_part = [&](int part) {
 #pragma unroll
     for (int i = 0; i < C.part_n / 2; ++i) total[part][i] = 0.0f;
-    if constexpr (C.split_k == 1) biases[part].load(args, schedule.coord, part * C.part_n, thread);
+    if constexpr (C.split_k == 1) load_bias(part);
   };
   const auto store_part = [&](int part, Staging staging) {
     if constexpr (C.split_k == 1 && !C.gate_up)
@@ -233,9 +242,12 @@ __device__ void consume(Shared<C>& shared, const TensorMap& d_map, const Argumen
     start_part(part);
   };
   const auto store_finished = [&](int part) __attribute__((always_inline)) {
-    if (finished.is_none()) return;
+    if (finished.is_none()) {
+      if constexpr (C.grouped) load_bias(part);  // what is there may be of a tile that was skipped
+      return;
+    }
     if constexpr (C.gate_up) {  // gate and up leave together
-      if (part == 0) gate_up_epilogue<C>(total, shared, d_map, args, finished, num_epilogues++, thread);
+      if (part == 0) gate_up_epilogue<C>(total, shared, d_map, args, finished, num_epilogues++, gate_up_bias, thread);
       start_part(part);
     } else {
       store_part(part, output_staging(shared, thread));
@@ -246,7 +258,8 @@ __device__ void consume(Shared<C>& shared, const TensorMap& d_map, const Argumen
   for (int part = 0; part < C.parts; ++part) start_part(part);
   for (; !schedule.done() && !schedule.coord.is_half(); schedule.next_tile()) {
     if constexpr (C.stores_first) {
-      store_finished(0);
+#pragma unroll
+      for (int part = 0; part < C.parts; ++part) store_finished(part);
       buffers[0].forget();
     }
     if (C.has_short_tiles && !thread.has_rows(schedule.coord)) {  // the group ends before its rows
@@ -277,7 +290,7 @@ __device__ void consume(Shared<C>& shared, const TensorMap& d_map, const Argumen
       const auto store_whole = [&](int) __attribute__((always_inline)) {
 #pragma unroll
         for (int part = 0; part < C.parts; ++part) store_finished(part);
-        biases[0].load(args, schedule.coord, first_col, thread);
+        biases[0].load(args.bias, args, schedule.coord, first_col, thread);
       };
       compute_tile<C, 1>(schedule, read_scales_half, begin_half, finish_half, store_whole);
       store_tile<C>(total[0], output_staging(shared, thread), d_map, args, schedule.coord, first_col, biases[0], thread);
@@ -294,7 +307,8 @@ __device__ void consume(Shared<C>& shared, const TensorMap& d_map, const Argumen
         store_part(part, part == 0 ? output_staging(shared, thread) : stage_staging(shared, part, thread));
   } else {
     const int slice = cluster_rank();
-    if (slice < C.slice_owners) biases[0].load(args, finished, slice * C.store_n, thread);
+    const int first = C.swap_ab ? thread.group * 64 : slice * C.store_n;
+    if (slice < C.slice_owners) biases[0].load(args.bias, args, finished, first, thread);
     float sum[C.store_n / 2];
     reduce_split_k<C>(sum, total[0], shared, slice, thread);
     if (slice < C.slice_owners)

@@ -63,6 +63,7 @@ class Sm90:
         layout: GroupLayout,
         bounds: Place,
         *,
+        bias: Tensor | None = None,
         expected_m: int | None = None,
         programmatic: bool = False,
     ) -> None:
@@ -74,6 +75,7 @@ class Sm90:
             d,
             layout,
             bounds,
+            bias=bias,
             expected_m=expected_m,
             programmatic=programmatic,
         )
@@ -125,6 +127,7 @@ class Sm90:
         d: Tensor,
         tokens: int,
         *,
+        bias: Tensor | None = None,
         groups: GroupsOfTokens,
         gate_up: GateUp | None = None,
         programmatic: bool = True,
@@ -137,6 +140,7 @@ class Sm90:
             b,
             d,
             tokens,
+            bias=bias,
             groups=groups,
             gate_up=gate_up,
             programmatic=programmatic,

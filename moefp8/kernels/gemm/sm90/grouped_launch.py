@@ -71,6 +71,7 @@ def describe_grouped(
     layout: GroupLayout,
     bounds: Place,
     *,
+    bias: Tensor | None = None,
     expected_m: int | None = None,
     programmatic: bool = False,
 ) -> None:
@@ -104,7 +105,7 @@ def describe_grouped(
         groups = groups._replace(tile_counter=counter)
     # A step before the GEMM waits for all earlier kernels, so the GEMM may start before it ends.
     may_start = programmatic or bool(r.steps)
-    describe_gemm(r, sms, config, a, b, d, tokens, groups=groups, programmatic=may_start)
+    describe_gemm(r, sms, config, a, b, d, tokens, bias=bias, groups=groups, programmatic=may_start)
 
 
 def _deciding_rows(num_groups: int, after: int, most: int) -> Iterator[int]:

@@ -52,6 +52,13 @@ struct Tail {
     release(shared, stage, thread);
   }
 
+  // Adds the bias of the 64 weights of a part; `first` is the one of the first group.
+  __device__ void add_bias(int part, const void* first, const Arguments& args, const TileCoord<C>& coord,
+                           const Thread<C>& thread) {
+    TileBias<C, true> bias;
+    bias.load(bias_of_group(first, args, coord), args, coord, part * 64, thread);
+    bias.add_to(total[part], thread);
+  }
   // Stores the tail in BF16, as `store_tile` in epilogue/store.cuh does with swap_ab: a part is a box.
   __device__ void store(Shared<C>& shared, const Arguments& args, const TileCoord<C>& coord,
                         const Thread<C>& thread) const {
@@ -93,11 +100,15 @@ __device__ void consume_tail(Shared<C>& shared, const Arguments& args, Scheduler
 #pragma unroll 1
     for (int k = 0; k < schedule.k_end; ++k, schedule.next_stage()) tail.add(shared, schedule, thread);
     if constexpr (C.gate_up) {
+      tail.add_bias(0, args.bias, args, schedule.coord, thread);
+      tail.add_bias(1, args.gate_up.up_bias, args, schedule.coord, thread);
       if constexpr (C.saves_gate_up)
         save_gate_up<true>(tail.total[0], tail.total[1], args, schedule.coord, thread);
       activate<C.activation>(tail.total[0], tail.total[1], args.gate_up.activation);
       gate_up_epilogue_columns(tail.total[0], shared, args, schedule.coord, num_activated++, thread);
     } else {
+#pragma unroll
+      for (int part = 0; part < Tail<C>::kParts; ++part) tail.add_bias(part, args.bias, args, schedule.coord, thread);
       tail.store(shared, args, schedule.coord, thread);
     }
   }

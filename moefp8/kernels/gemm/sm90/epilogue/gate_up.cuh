@@ -208,15 +208,32 @@ __device__ void save_gate_up(const float (&gate)[kSize], const float (&up)[kSize
   }
 }
 
+// The biases of gate and up of a tile.
+template <GemmConfig C>
+struct GateUpBias {
+  TileBias<C, C.stacked, C.outputs> gate, up;
+
+  __device__ void load(const Arguments& args, const TileCoord<C>& coord, const Thread<C>& thread) {
+    gate.load(bias_of_group(args.bias, args, coord), args, coord, 0, thread);
+    up.load(bias_of_group(args.gate_up.up_bias, args, coord), args, coord, 0, thread);
+  }
+  template <int kSize>
+  __device__ void add_to(float (&gate_sums)[kSize], float (&up_sums)[kSize], const Thread<C>& thread) const {
+    gate.add_to(gate_sums, thread), up.add_to(up_sums, thread);
+  }
+};
+
 template <GemmConfig C>
 __device__ void gate_up_epilogue(float (&total)[C.parts][C.part_n / 2], Shared<C>& shared, const TensorMap& d_map,
-                                const Arguments& args, const TileCoord<C>& coord, int num_tiles, Thread<C> thread) {
+                                const Arguments& args, const TileCoord<C>& coord, int num_tiles,
+                                const GateUpBias<C>& bias, Thread<C> thread) {
   // The compiler must not see formulas in these: it would form addresses ahead of the loop over tiles, which has no
   // registers for them.
   asm volatile("" : "+r"(thread.index), "+r"(thread.lane), "+r"(thread.row), "+r"(thread.warp));
   constexpr int kSize = C.parts * C.part_n / 4;  // the sums of gate, and as many of up
   auto& gate = reinterpret_cast<float(&)[kSize]>(total[0][0]);
   auto& up = reinterpret_cast<float(&)[kSize]>(total[C.parts / 2][C.parts == 1 ? kSize : 0]);
+  bias.add_to(gate, up, thread);
   if constexpr (C.saves_gate_up) save_gate_up<C.stacked>(gate, up, args, coord, thread);
   activate<C.activation>(gate, up, args.gate_up.activation);
   if constexpr (C.stacked) gate_up_epilogue_columns(gate, shared, args, coord, num_tiles, thread);

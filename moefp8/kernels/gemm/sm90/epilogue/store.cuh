@@ -4,26 +4,32 @@
 #include "pipeline.cuh"
 #include "tma.cuh"
 
-// The bias of what a thread stores of a tile. It is loaded long before and kept as bits, since converting it would wait
-// for it. Where weights are columns, the thread adds two of every 8, but its lane keeps one of every kSpan, which lie
-// in one piece. Shuffles bring the others, since registers would not suffice for them.
-template <GemmConfig C>
+// The bias of what a thread has of a tile. It is loaded long before it is added, and kept as bits, since converting it
+// would wait for it.
+// - Weights are rows: 64 of them, of which the thread has two.
+// - Weights are columns, kWeights of them: the thread adds two of every 8, but its lane keeps one of every kSpan, which
+//   lie in one piece. Shuffles bring the others, since registers would not suffice for them.
+template <GemmConfig C, bool kAsRows = C.swap_ab, int kWeights = C.store_n>
 struct TileBias {
   static constexpr bool kAny = C.bias != Bias::kNone;
-  static constexpr int kSpan = gcd(C.store_n, kWarp);
-  static constexpr int kLoads = C.swap_ab ? 2 : C.store_n / kSpan;
+  static constexpr int kSpan = gcd(kWeights, kWarp);
+  static constexpr int kLoads = kAsRows ? 2 : kWeights / kSpan;
   uint32_t bits[kLoads];
 
-  __device__ void load(const Arguments& args, const TileCoord<C>& coord, int first_col, const Thread<C>& thread) {
+  // bias: the first of the group's num_weights. first: where the weights begin in the tile.
+  __device__ void load(const void* bias, const Arguments& args, const TileCoord<C>& coord, int first,
+                       const Thread<C>& thread) {
     if constexpr (!kAny) return;
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
-      int weight = C.swap_ab ? thread.row % 64 + i * 8 : thread.lane % kSpan;
+      int weight = kAsRows ? thread.row % 64 + i * 8 : thread.lane % kSpan;
       asm volatile("" : "+r"(weight));  // else the compiler forms all addresses ahead of all loads
-      weight += coord.weight(args, C.swap_ab ? thread.group * 64 : first_col + i * kSpan);
-      const uint32_t at = min(weight, args.num_weights - 1);  // beyond it, nothing is stored
-      if constexpr (C.bias == Bias::kFloat) bits[i] = static_cast<const uint32_t*>(args.bias)[at];
-      else bits[i] = static_cast<const uint16_t*>(args.bias)[at];
+      weight += coord.weight(args, kAsRows ? first : first + i * kSpan);
+      const uint32_t at = min(weight, args.num_weights - 1);
+      if constexpr (C.bias == Bias::kFloat) bits[i] = static_cast<const uint32_t*>(bias)[at];
+      else bits[i] = static_cast<const uint16_t*>(bias)[at];
+      // Nothing is stored after the last weight, but of gate and up it counts for the scale.
+      if (C.gate_up && weight >= args.num_weights) bits[i] = 0;
     }
   }
   __device__ float value(int i) const {
@@ -33,12 +39,14 @@ struct TileBias {
     asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(static_cast<uint16_t>(bits[i])));
     return value;
   }
-  __device__ void add_to(float (&total)[C.store_n / 2], const Thread<C>& thread) const {
+  template <int kSize>
+  __device__ void add_to(float (&total)[kSize], const Thread<C>& thread) const {
     if constexpr (!kAny) return;
+    static_assert(kAsRows || kSize == kWeights / 2);
 #pragma unroll
-    for (int i = 0; i < C.store_n / 2; ++i) {
+    for (int i = 0; i < kSize; ++i) {
       const int col = i / 4 * 8;
-      if constexpr (C.swap_ab) {
+      if constexpr (kAsRows) {
         total[i] += value(i / 2 % 2);
       } else if (i % 4 < 2) {
         const float bias = __shfl_sync(~0u, value(col / kSpan), col % kSpan + thread.col + i % 2);
@@ -47,6 +55,13 @@ struct TileBias {
     }
   }
 };
+
+// The bias of a tile's group, which begins at `first` for the first group.
+template <GemmConfig C>
+__device__ const void* bias_of_group(const void* first, const Arguments& args, const TileCoord<C>& coord) {
+  if constexpr (!C.grouped) return first;
+  return static_cast<const uint8_t*>(first) + coord.group * args.bias_bytes;
+}
 
 // Boxes of output pass through shared memory here, in slices of kSlice bytes that are `pitch` bytes apart.
 constexpr int kSlice = 64 * kBlock;  // what a warpgroup's rows take of a k-block
