@@ -85,13 +85,13 @@ sanitize: .venv/ready  ## small launches of every kernel under NVIDIA's compute-
 			$(BIN)/python -m tests.kernels.sanitizer || exit 1; \
 	done
 
-# A version that passes belongs into `kIsVerifiedCompiler` in moefp8/kernels/gemm/pipeline.cuh.
+# A version that passes belongs into `kIsVerifiedCompiler` in moefp8/kernels/gemm/sm90/pipeline.cuh.
 verify-compilers: .venv/ready  ## read the machine code of GEMMs and router as each NVRTC makes it
 	for nvrtc in $(NVRTCS); do \
 		$(BIN)/pip install --quiet --no-deps --target ".nvrtc/$$nvrtc" "$$nvrtc" || exit 1; \
 		MOEFP8_TEST_ALL_KERNELS=1 MOEFP8_NVRTC="$$(find ".nvrtc/$$nvrtc" -name 'libnvrtc.so.*' | head -1)" \
 			$(BIN)/python -m pytest -k 'stage or fence or spills' \
-			tests/kernels/gemm/test_compile.py tests/routing/test_route.py || exit 1; \
+			tests/kernels/gemm/sm90/test_compile.py tests/routing/test_route.py || exit 1; \
 	done
 
 check: .venv/ready  ## formatting, lint, types

@@ -17,13 +17,13 @@ from benchmarks.figures import geomean
 from benchmarks.peers import Case, Operands
 from benchmarks.timing import Call, device_us_many
 from moefp8.kernels import get_num_sms, jit, round_up
-from moefp8.kernels.gemm import config as gemm_config
-from moefp8.kernels.gemm import heuristic
-from moefp8.kernels.gemm import launch as gemm_launch
 from moefp8.kernels.gemm import operands as gemm_operands
-from moefp8.kernels.gemm.call import prepare_dense
-from moefp8.kernels.gemm.config import GemmConfig
-from moefp8.kernels.gemm.tuned import ConfigSource
+from moefp8.kernels.gemm.sm90 import config as gemm_config
+from moefp8.kernels.gemm.sm90 import heuristic
+from moefp8.kernels.gemm.sm90 import launch as gemm_launch
+from moefp8.kernels.gemm.sm90.config import GemmConfig
+from moefp8.kernels.gemm.sm90.gemms import prepare_dense
+from moefp8.kernels.gemm.sm90.tuned import ConfigSource
 
 RESULTS = Path(__file__).parent / "results" / "gemm_configs.json"
 M = (1, 16, 64, 128, 512, 4096)
@@ -109,7 +109,7 @@ def main() -> None:
     torch.manual_seed(0)
     cases = [Case(m, n, k) for m in M for n, k in N_K]
     kernels = {gemm_launch.kernel_of(c, None) for case in cases for c in possible(case)}
-    jit.compile_kernels(list(kernels))
+    jit.compile_kernels(list(kernels), "sm_90a")
     rows = [measure(case) for case in cases]
     ratios = [row["chosen"]["us"] / row["best"]["us"] for row in rows]  # type: ignore[index]
     summary = {"geomean": geomean(ratios), "worst": max(ratios), "kernels": len(kernels)}

@@ -71,8 +71,8 @@ class NullDriver(jit.Driver):
     def on_device(self, device_index: int) -> AbstractContextManager[object]:
         return nullcontext()
 
-    def runs_our_kernels(self, device_index: int) -> bool:
-        return True
+    def arch(self, device_index: int) -> str:
+        return "sm_90a"
 
 
 class _NullLibrary:

@@ -26,6 +26,7 @@ from benchmarks.host_time import NullDriver
 from moefp8 import FP8Linear, GroupedExperts, MoE, TopKRouter
 from moefp8.adapters import add_lora
 from moefp8.kernels import jit
+from moefp8.kernels.targets import target_with
 from moefp8.precompile.layers import kernels_of
 
 PACKAGE = Path(moefp8.__file__).parent
@@ -305,12 +306,12 @@ def ms_of_listing() -> Figures:
         "TopKRouter": TopKRouter(h, e, k, **meta),
     }
     add_lora(layers["GroupedExperts, LoRA"])
-    times = {}
+    target, times = target_with("sm_90a", NUM_SMS), {}
     for name, layer in layers.items():
         for title, backward in ((name, False), (f"{name}, backward", True)):
             forget()
             before = time.perf_counter_ns()
-            kernels_of(layer, LISTED_TOKENS, top_k=k, backward=backward, num_sms=NUM_SMS)
+            kernels_of(layer, LISTED_TOKENS, target, top_k=k, backward=backward)
             times[title] = (time.perf_counter_ns() - before) / 1e6
     return times
 

@@ -24,17 +24,17 @@ from benchmarks.grouped_cases import DEEPSEEK_V3, spread
 from benchmarks.moe_cases import MODELS, Model, random_experts
 from benchmarks.moe_cases import Case as LayerCase
 from benchmarks.timing import FLUSH_BYTES, LONG_FLUSH_BYTES, Call, device_us_many, on_driver
-from moefp8.functional.expert_configs import choose_experts_configs
 from moefp8.kernels import fp8_gemm_nt, m_grouped_fp8_gemm_nt_contiguous
-from moefp8.kernels.gemm.config import GroupLayout
-from moefp8.kernels.gemm.heuristic import choose_config, choose_grouped_config
-from moefp8.kernels.gemm.launch import kernel_of
+from moefp8.kernels.gemm.interface import GroupLayout
+from moefp8.kernels.gemm.sm90.expert_configs import choose_experts_configs
+from moefp8.kernels.gemm.sm90.heuristic import choose_config, choose_grouped_config
+from moefp8.kernels.gemm.sm90.launch import kernel_of
 from moefp8.kernels.jit import Cubin, Driver, Kernel, compile_kernel, compile_kernels, driver
 from moefp8.kernels.jit.interleave import interleaved, promotions
 from moefp8.quant import quantize_1x128, quantize_128x128
 
 RESULTS = Path(__file__).parent / "results" / "interleaving.json"
-NUM_SMS = 132  # an H200 has so many
+ARCH, NUM_SMS = "sm_90a", 132  # of an H200
 GEMMS = (
     (1, 4096, 7168), (64, 4096, 7168), (128, 4096, 7168), (512, 4096, 7168),
     (512, 7168, 16384), (512, 24576, 1536), (1024, 7168, 16384), (4096, 2112, 7168),
@@ -117,15 +117,15 @@ def compile_into(folder: Path) -> None:
     os.environ["MOEFP8_INTERLEAVE"] = "0"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "compiler").write_text(_compiler().version)
-    for kernel, cubin in zip(kernels(), compile_kernels(kernels()), strict=True):
+    for kernel, cubin in zip(kernels(), compile_kernels(kernels(), ARCH), strict=True):
         (folder / file_of(kernel)).write_bytes(cubin.to_bytes(kernel.name))
 
 
-def loader(folder: Path, variant: Variant) -> Callable[[Kernel], Cubin]:
-    def compiled(kernel: Kernel) -> Cubin:
+def loader(folder: Path, variant: Variant) -> Callable[[Kernel, str], Cubin]:
+    def compiled(kernel: Kernel, arch: str) -> Cubin:
         path = folder / file_of(kernel)
         if not path.exists():  # it has no promotions
-            return compile_kernel(kernel)
+            return compile_kernel(kernel, arch)
         cubin = Cubin.from_bytes(kernel.name, path.read_bytes())
         if cubin is None:
             raise ValueError(f"{path} is not what --compile wrote for {kernel}")
@@ -134,7 +134,7 @@ def loader(folder: Path, variant: Variant) -> Callable[[Kernel], Cubin]:
     return compiled
 
 
-def with_kernels(compiled: Callable[[Kernel], Cubin], call: Call) -> Call:
+def with_kernels(compiled: Callable[[Kernel, str], Cubin], call: Call) -> Call:
     """`call` with kernels of its own; it is made once, so that all of them are loaded."""
     own = on_driver(Driver(), call)
     with mock.patch.object(driver, "compile_kernel", compiled):

@@ -23,10 +23,10 @@ from benchmarks.moe_cases import MODELS, Case, random_experts
 from benchmarks.timing import Call, captured, device_us, graph_us_many, layer_us_many, on_driver
 from moefp8 import GroupedExperts, MoE
 from moefp8.distributed.shard import own_choices
-from moefp8.functional import expert_parts
 from moefp8.functional.activation import activate
 from moefp8.kernels import jit
 from moefp8.kernels.common.blocks import E4M3, ceil_div
+from moefp8.kernels.gemm.sm90.gemms import Sm90
 from moefp8.layers import moe as moe_room
 
 RESULTS = Path(__file__).parent / "results" / "moe_choices.json"
@@ -66,7 +66,7 @@ def counters(experts: GroupedExperts) -> Iterator[Row]:
         for name, takes in (("counter", True), ("every n-th", False)):
             # Each has prepared launches of its own: these keep what takes_tiles said.
             kept = on_driver(jit.Driver(), call)
-            calls[name] = _with(expert_parts, "takes_tiles", lambda *_, t=takes: t, kept)
+            calls[name] = _with(Sm90, "takes_tiles", lambda *_, t=takes: t, kept)
         yield {"what": "tiles, us", "tokens": tokens, **rounded(layer_us_many(calls, 15))}
 
 

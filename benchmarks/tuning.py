@@ -16,8 +16,8 @@ from benchmarks.circumstances import circumstances, require_gpu
 from benchmarks.figures import geomean
 from benchmarks.moe_cases import MODELS
 from benchmarks.timing import FLUSH_BYTES, LONG_FLUSH_BYTES, device_us_many
-from moefp8.functional.expert_configs import experts_configs
-from moefp8.kernels.gemm.tuned import Dense, Experts, Layer
+from moefp8.kernels.gemm.sm90.expert_configs import experts_configs
+from moefp8.kernels.gemm.sm90.tuned import Dense, Experts, Layer
 from moefp8.tuning import tune as tuning
 from moefp8.tuning.clock import us_in_turns
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 NUM_SMS = 132  # of an H200
+ARCH = "sm_90a"  # of a Hopper GPU
 NEEDS_GPU = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),

@@ -4,12 +4,12 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from moefp8.kernels.gemm.tuned import ConfigSource, target_of
-from moefp8.kernels.jit import ARCHITECTURE, Launch
-from moefp8.kernels.program import Place, Record, Target, prepare_launches
-from tests.gpu import NUM_SMS
+from moefp8.kernels.jit import Launch
+from moefp8.kernels.program import Place, Record, prepare_launches
+from moefp8.kernels.targets import target_of, target_with
+from tests.gpu import ARCH, NUM_SMS
 
-TARGET = Target(ARCHITECTURE, NUM_SMS, ConfigSource(NUM_SMS, NUM_SMS))
+TARGET = target_with(ARCH, NUM_SMS)
 
 
 class _Given(Record):

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import nn
 
-from ..kernels.common.registry import without_autocast
+from ..kernels.registry import without_autocast
 from ..layers.adapter import Adapter
 from ..layers.module import attributes_repr, draw_as_linear
 

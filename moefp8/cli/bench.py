@@ -12,8 +12,10 @@ from typing import Any
 import torch
 
 from ..kernels.common.blocks import ceil_div
-from ..kernels.gemm.tuned import Config, Dense, Experts, Layer
+from ..kernels.gemm.sm90.gemms import Sm90
+from ..kernels.gemm.sm90.tuned import Config, Dense, Experts, Layer
 from ..kernels.jit import current_driver
+from ..kernels.targets import GEMMS
 from ..layers import FP8Linear, GroupedExperts
 from ..tuning.keep import keep
 from ..tuning.ranks import RanksTime, check_ranks, time_ranks
@@ -51,8 +53,9 @@ def run(arguments: argparse.Namespace) -> int:
             raise ValueError(f"all sizes must be at least 1, got {_title(layer)}")
     if arguments.ranks is not None:
         return _run_ranks(arguments, [x for x in layers if isinstance(x, Experts)])
-    has_gpu, driver = torch.cuda.is_available(), current_driver()
-    if not (has_gpu and driver.runs_our_kernels(torch.cuda.current_device())):
+    has_gpu = torch.cuda.is_available()
+    # It measures configs of Hopper's GEMMs.
+    if not has_gpu or GEMMS.get(current_driver().arch(torch.cuda.current_device())) is not Sm90:
         found = torch.cuda.get_device_name() if has_gpu else "none"
         raise ValueError(f"needs a Hopper GPU (H100, H200) and a torch built for CUDA, got {found}")
     print(f"{torch.cuda.get_device_name()}, times in microseconds", flush=True)

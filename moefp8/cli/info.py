@@ -11,7 +11,7 @@ import torch
 
 from .. import __version__
 from ..checkpoint.errors import printable
-from ..kernels.gemm.tuned import file_name, measured
+from ..kernels.gemm.sm90.tuned import file_name, measured
 from ..kernels.jit import (
     JitError,
     cache_state,
@@ -19,6 +19,7 @@ from ..kernels.jit import (
     current_driver,
     max_cache_bytes,
 )
+from ..kernels.targets import gpus_with_kernels, runs_kernels
 
 _MAX_FACT = 1000
 _CUDA_SETTINGS = ("CUDA_VISIBLE_DEVICES", "CUDA_HOME")
@@ -46,7 +47,7 @@ def _facts() -> dict[str, list[str]]:
         compiler, has_compiler = compiler_description(), True
     except JitError as error:
         compiler, has_compiler = str(error), False
-    hopper = [i for i in range(torch.cuda.device_count()) if current_driver().runs_our_kernels(i)]
+    gpus = gpus_with_kernels()
     names = sorted(x for x in os.environ if x.startswith("MOEFP8_") or x in _CUDA_SETTINGS)
     versions = f"Python {platform.python_version()}, torch {torch.__version__}"
     found = {
@@ -56,9 +57,9 @@ def _facts() -> dict[str, list[str]]:
         "CPU": ["PyTorch's operations with the numerics of the kernels: for development and tests"],
         "compiler": [compiler],
         "cache": [*_cache()],
-        "tuned": [*map(_tuned, hopper)],
+        "tuned": [*map(_tuned, gpus)],
         "setting": [f"{name}={os.environ[name]}" for name in names],
-        "so": [_verdict(hopper, has_compiler)],
+        "so": [_verdict(gpus, has_compiler)],
     }
     return {topic: facts for topic, facts in found.items() if facts}
 
@@ -85,7 +86,7 @@ def _gpus() -> Iterator[str]:
         what = f"cuda:{i} {of.name}, compute capability {of.major}.{of.minor}"
         size = f"{of.multi_processor_count} SMs, {of.total_memory / 2**30:.0f} GiB"
         slow = "PyTorch's operations, slow: the kernels are for compute capability 9.0 (Hopper)"
-        where = "moefp8's kernels" if current_driver().runs_our_kernels(i) else slow
+        where = "moefp8's kernels" if runs_kernels(i) else slow
         yield f"{what}, {size}: runs {where}"
 
 
@@ -110,10 +111,10 @@ def _tuned(index: int) -> str:
     return f"cuda:{index}: {len(found)} layers, {faster} sizes not by default, {path}"
 
 
-def _verdict(hopper: list[int], has_compiler: bool) -> str:
-    if not hopper:
+def _verdict(gpus: list[int], has_compiler: bool) -> str:
+    if not gpus:
         return "everything runs on PyTorch's operations: there is no Hopper GPU that torch can use"
-    names = ", ".join(f"cuda:{i}" for i in hopper)
+    names = ", ".join(f"cuda:{i}" for i in gpus)
     if not has_compiler and not cache_state().num_kernels:
         return f"calls on {names} will raise: there is no compiler, and no kernel in the cache"
     return f"calls on {names} run moefp8's kernels, compiled when first needed"

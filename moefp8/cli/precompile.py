@@ -105,7 +105,7 @@ def run(arguments: argparse.Namespace) -> int:
         if isinstance(layer, FP8Linear):
             layer.batch_invariant = arguments.batch_invariant
     parts = parts_of_ranks(layers, num_ranks_of(arguments))
-    keep_kernels([])  # a folder that cannot be used is an error before minutes of compiling
+    keep_kernels({})  # a folder that cannot be used is an error before minutes of compiling
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "moefp8: compiled kernels cannot|precompile: this proc")
         done = ahead.precompile(

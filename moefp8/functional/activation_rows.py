@@ -21,10 +21,10 @@ from ..kernels.common.blocks import (
 )
 from ..kernels.common.checks import FLOATS, check_same_device, check_shape, check_tensor
 from ..kernels.common.prepared import layout_of, prepared
-from ..kernels.common.registry import register_inputs
-from ..kernels.gemm.tuned import target_of
 from ..kernels.jit import Kernel, Launch
 from ..kernels.program import Codes, Place, Record, Target, Tensor, layouts, prepare_launch
+from ..kernels.registry import register_inputs
+from ..kernels.targets import target_of
 from ..quant.numerics import quantize_1x128
 from ..routing.combine import first_choices
 from .activation import (
@@ -94,7 +94,7 @@ def activation_rows_kernels(target: Target, size: int, activation: Activation) -
 
 
 activation_rows = register_inputs(
-    _OP, ActivationInputs, "Tensor", cpu=_body, fake=_allocate, hopper=_launch
+    _OP, ActivationInputs, "Tensor", reference=_body, fake=_allocate, kernels=_launch
 )
 """`activate` of each row, rounded to BF16: `ActivationInputs` -> [R, I]."""
 
@@ -252,9 +252,9 @@ activation_rows_backward = register_inputs(
     ActivationBackwardInputs,
     "(Tensor codes, Tensor scale_inv, Tensor grad_gate_up, Tensor weight_of_row, "
     "Tensor grad_weights, Tensor is_first)",
-    cpu=_body_backward,
+    reference=_body_backward,
     fake=_allocate_backward,
-    hopper=_launch_backward,
+    kernels=_launch_backward,
 )
 """The gradient of `activation_rows` times the weights of choices: `ActivationBackwardInputs` ->
 `ActivationGradients`. grad_weights[t, j] is the dot product of grad and the activated values in the

@@ -12,7 +12,7 @@ import torch
 from torch import _C
 from torch.autograd import forward_ad
 
-from ..kernels.common.registry import register
+from ..kernels.registry import register
 
 
 def records(layer: str, *inputs: Any) -> bool:
@@ -62,7 +62,7 @@ def _raise_no_gradient(grad: torch.Tensor, layer: str, shape: Sequence[int]) -> 
 # This is an op, so that torch.compile can trace a backward that only fails when it runs.
 _no_gradient = register(
     "no_gradient(Tensor grad, str layer, SymInt[] shape) -> Tensor",
-    cpu=_raise_no_gradient,
+    reference=_raise_no_gradient,
     fake=lambda grad, layer, shape: grad.new_empty(shape),
     cuda=_raise_no_gradient,
 )

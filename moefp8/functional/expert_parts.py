@@ -11,23 +11,15 @@ import torch
 from ..kernels.common.blocks import E4M3, TMA_BYTES, num_blocks
 from ..kernels.common.prepared import layout_of
 from ..kernels.common.tma_operands import fitting, with_strides_of
-from ..kernels.gemm.config import GemmConfig, GroupLayout
-from ..kernels.gemm.launch import (
-    GateUp,
-    GroupsOfTokens,
-    Sms,
-    describe_gemm,
-    has_more_tiles_than_clusters,
-)
+from ..kernels.gemm.interface import Config, GateUp, GroupLayout, GroupsOfTokens
+from ..kernels.gemm.sizes import Sizes, mean_load
 from ..kernels.program import Codes, Place, Record, Tensor, Word, layouts
 from ..routing.dispatch import Dispatched
 from .expert_biases import BiasGradients
-from .expert_configs import Sizes, mean_load
 
-# Timed at 1 to 32 tokens of whole layers and ranks of five models on an H200. First weights are
-# prefetched by a guess if there is a choice for every eighth expert. With one token an expert,
-# taking tiles of gate and up from a counter paid off at K = 7168, and did not at 4096.
-_MAX_EXPERTS_PER_CHOICE, _LONG_K = 8, 7168
+# Timed at 1 to 32 tokens of whole layers and ranks of five models on an H200: first weights are
+# prefetched by a guess if there is a choice for every eighth expert.
+_MAX_EXPERTS_PER_CHOICE = 8
 
 
 class Choices(NamedTuple):
@@ -86,7 +78,7 @@ class Combine(Protocol):
 
 def describe_rows_gemm(
     r: Record,
-    config: GemmConfig,
+    config: Config,
     a: Codes,
     b: Codes,
     d: Tensor,
@@ -109,37 +101,23 @@ def describe_rows_gemm(
         maps.tokens_per_expert if sizes.masked else maps.expert_offsets,
         num_experts,
         num_experts,
-        expected_tiles(config, sizes) if follows_dispatch else 0,
+        expected_tokens(sizes) if follows_dispatch else 0,
         bounds_ready=not follows_dispatch,
     )
     shape = d.shape[1], d.shape[2]
-    if takes_tiles(config, sizes, shape, groups, r.target.configs.sms):
+    if r.target.gemms.takes_tiles(config, sizes, shape, groups):
         counter = dispatched.tile_counters.after(0 if follows_dispatch else 4)
         groups = groups._replace(tile_counter=counter)
     _, load = mean_load(sizes)
-    describe_gemm(r, config, a, b, d, load, bias=bias, groups=groups, gate_up=gate_up)
+    r.target.gemms.describe(r, config, a, b, d, load, bias=bias, groups=groups, gate_up=gate_up)
 
 
-def expected_tiles(config: GemmConfig, sizes: Sizes) -> int:
-    """A guess of the tiles of an expert; 0: too few experts are chosen for a guess to be right."""
+def expected_tokens(sizes: Sizes) -> int:
+    """A guess of the tokens of an expert; 0: too few experts are chosen for a guess to be right."""
     num_choices = sizes.num_tokens * sizes.top_k
     if num_choices * _MAX_EXPERTS_PER_CHOICE < sizes.num_to_choose_from:
         return 0
-    return config.token_tiles(mean_load(sizes)[1])
-
-
-def takes_tiles(
-    config: GemmConfig, sizes: Sizes, shape: tuple[int, int], groups: GroupsOfTokens, sms: Sms
-) -> bool:
-    """Whether clusters take tiles from a counter.
-
-    That saves time if there are more tiles than clusters, and tiles are unequal or long.
-
-    shape: [R, N] of the result.
-    """
-    active, load = mean_load(sizes)
-    is_worth_it = load > 1 or (config.gate_up and sizes.hidden_size >= _LONG_K)
-    return is_worth_it and has_more_tiles_than_clusters(config, active, load, shape, groups, sms)
+    return mean_load(sizes)[1]
 
 
 def results_layout(name: str, shape: tuple[int, int], alignment: int) -> Tensor:

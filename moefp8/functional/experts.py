@@ -25,11 +25,12 @@ from ..kernels.common.checks import (
     check_tensor,
 )
 from ..kernels.common.prepared import Launches, layout_of
-from ..kernels.common.registry import register_inputs
 from ..kernels.gemm.dense import block_scaled_matmul
-from ..kernels.gemm.tuned import target_of
+from ..kernels.gemm.sizes import Sizes
 from ..kernels.jit import current_driver
 from ..kernels.program import Place, Record, Tensor, layouts, prepare_launches
+from ..kernels.registry import register_inputs
+from ..kernels.targets import target_of
 from ..quant.numerics import quantize_1x128
 from ..quant.quantize import quantize_1x128 as quantize_op
 from ..routing.combine import combine_rows
@@ -38,7 +39,6 @@ from ..routing.plan import build_maps
 from .activation import activate, empty_gate_up
 from .autograd import first_order, no_gradients, records
 from .expert_biases import empty_bias_gradients
-from .expert_configs import Sizes
 from .expert_parts import (
     Choices,
     Combine,
@@ -328,7 +328,7 @@ def _prepare(
 
 
 experts = register_inputs(
-    _OP, ExpertsInputs, "Tensor", cpu=_body, fake=_allocate, hopper=launch_experts
+    _OP, ExpertsInputs, "Tensor", reference=_body, fake=_allocate, kernels=launch_experts
 )
 """`sum_j w_j down(f(gate(x)) * up(x))` over a token's k experts, in the order of its choices.
 
@@ -369,9 +369,9 @@ experts_saving = register_inputs(
     "experts_saving",
     ExpertsInputs,
     "(Tensor, Tensor)",
-    cpu=_body_saving,
+    reference=_body_saving,
     fake=_allocate_saving,
-    hopper=_launch_saving,
+    kernels=_launch_saving,
 )
 """`experts`, bit for bit, and for `experts_backward` gate and up of each row before the activation,
 rounded to BF16: [T k, 2, I]. Rows are sorted by expert; rows after the last expert's are

@@ -26,11 +26,12 @@ from ..kernels.common.checks import (
     check_tensor,
 )
 from ..kernels.common.prepared import Launches, layout_of
-from ..kernels.common.registry import Written, register_inputs
 from ..kernels.gemm.dense import block_scaled_matmul
-from ..kernels.gemm.tuned import target_of
+from ..kernels.gemm.sizes import Sizes
 from ..kernels.jit import current_driver
 from ..kernels.program import Codes, Record, Tensor, layouts, prepare_launches
+from ..kernels.registry import Written, register_inputs
+from ..kernels.targets import target_of
 from ..quant.block_scaled import BlockScaled, dequantize
 from ..quant.numerics import quantize_1x128
 from ..routing.combine import combine_rows
@@ -44,7 +45,6 @@ from .expert_biases import (
     add_bias_gradients,
     check_bias_gradients,
 )
-from .expert_configs import Sizes
 from .expert_parts import Choices, Combine, TransposedWeights, results_layout
 from .experts_records import BACKWARD_INPUTS, describe_experts_backward, num_parts_of
 from .feed_forward_backward import through_activation
@@ -318,9 +318,9 @@ experts_backward = register_inputs(
     _OP,
     ExpertsBackwardInputs,
     "(Tensor, Tensor)",
-    cpu=_body,
+    reference=_body,
     fake=_allocate,
-    hopper=_launch,
+    kernels=_launch,
 )
 """`ExpertsBackwardInputs` -> bf16 dX [T, H] and fp32 dw [T, k]; the head of this file has formulas.
 

@@ -28,9 +28,8 @@ import torch
 
 from ..kernels.common.activation import SWIGLU, Activation
 from ..kernels.common.blocks import BLOCK, MIN_GRADIENT_AMAX, round_up
-from ..kernels.gemm.config import GemmConfig
-from ..kernels.gemm.launch import GateUp
-from ..kernels.gemm.tuned import ANY_TARGET
+from ..kernels.gemm.interface import Config, GateUp
+from ..kernels.gemm.sizes import Sizes, matrix_of
 from ..kernels.jit import Kernel
 from ..kernels.program import (
     Codes,
@@ -42,11 +41,11 @@ from ..kernels.program import (
     Word,
     kernels_of,
 )
+from ..kernels.targets import ANY_TARGET
 from ..routing.combine import describe_combine
 from ..routing.dispatch import Dispatched, describe_dispatch
 from .activation import describe_activation_backward
 from .expert_biases import BIAS_INPUTS, NO_BIASES, BiasGradients, describe_bias_gradients
-from .expert_configs import Sizes, describe_backward_configs, describe_configs, matrix_of
 from .expert_parts import (
     BF16_CALL,
     CallTensors,
@@ -98,7 +97,7 @@ def describe_experts(
     """
     matrices, num_rows = matrix_of(sizes)
     h, i = sizes.hidden_size, sizes.intermediate_size
-    gate_up_config, down_config = describe_configs(r, sizes, saves=saved is not None)
+    gate_up_config, down_config = r.target.gemms.experts(r, sizes, saves=saved is not None)
     rows = r.codes("rows", (matrices, num_rows, h))
     dispatched = describe_dispatch(
         r,
@@ -210,7 +209,7 @@ def describe_experts_backward(
         biases: what `describe_bias_gradients` takes and gives.
     """
     num_rows, h, i = sizes.num_tokens * sizes.top_k, sizes.hidden_size, sizes.intermediate_size
-    first, second = describe_backward_configs(r, sizes)
+    first, second = r.target.gemms.experts_backward(r, sizes)
     grad_rows, dispatched, grad_activated = describe_grad_activated(
         r, sizes, first, grad, grad_scales, choices.ids, weights.down, expert_offset
     )
@@ -266,7 +265,7 @@ def describe_experts_backward(
 def describe_grad_activated(
     r: Record,
     sizes: Sizes,
-    config: GemmConfig,
+    config: Config,
     grad: Tensor,
     grad_scales: Tensor | None,
     ids: Tensor,

@@ -18,13 +18,10 @@ from ..kernels.common.checks import (
     check_tensor,
 )
 from ..kernels.common.prepared import Launches, layout_of, prepared
-from ..kernels.common.registry import register_inputs
 from ..kernels.common.tma_operands import fits, fitting, with_strides_of
-from ..kernels.gemm.config import GroupLayout
 from ..kernels.gemm.dense import block_scaled_matmul
-from ..kernels.gemm.launch import GateUp, GroupsOfTokens, describe_gemm
+from ..kernels.gemm.interface import GateUp, GroupLayout, GroupsOfTokens
 from ..kernels.gemm.operands import check_sizes
-from ..kernels.gemm.tuned import dense_config, target_of
 from ..kernels.jit import Kernel, current_driver
 from ..kernels.program import (
     Codes,
@@ -36,10 +33,11 @@ from ..kernels.program import (
     kernels_at_any_address,
     prepare_launches,
 )
+from ..kernels.registry import register_inputs
+from ..kernels.targets import target_of
 from ..quant.numerics import quantize_1x128
 from ..quant.quantize import describe_quantize
 from .activation import activate, empty_gate_up
-from .expert_configs import describe_gate_up_config
 
 _OP = "feed_forward"
 
@@ -208,23 +206,21 @@ def describe_feed_forward(
         y: bf16 [T, H], contiguous.
         saved: memory for gate and up [T, 2, I], which a backward needs, or None.
     """
-    (m, h), i = x.shape, gate.data.shape[0]
-    config = describe_gate_up_config(r, m, h, i, saves=saved is not None)
+    (m, h), i, gemms = x.shape, gate.data.shape[0], r.target.gemms
+    config = gemms.shared_gate_up(r, m, h, i, saves=saved is not None)
     rows, activated = r.codes("rows", (1, m, h)), r.codes("activated", (1, m, i))
     describe_quantize(r, x, rows.first(), None)
-    tiles = config.token_tiles(m)
-    describe_gemm(
+    gemms.describe(
         r,
         config,
         rows,
         gate.batched(),
         activated.data,
         m,
-        groups=GroupsOfTokens(GroupLayout.OFFSETS, None, 1, 1, tiles, bounds_ready=True),
+        groups=GroupsOfTokens(GroupLayout.OFFSETS, None, 1, 1, m, bounds_ready=True),
         gate_up=GateUp(up.batched(), activation, activated.scale_inv, saved),
     )
-    config = dense_config(r, m, h, i, batch_invariant)
-    describe_gemm(r, config, activated.first(), down, y, m)
+    gemms.dense(r, activated.first(), down, y, batch_invariant=batch_invariant)
 
 
 def feed_forward_kernels(
@@ -263,7 +259,7 @@ def feed_forward_kernels(
 
 
 feed_forward = register_inputs(
-    _OP, FeedForwardInputs, "Tensor", cpu=_body, fake=_allocate, hopper=_launch
+    _OP, FeedForwardInputs, "Tensor", reference=_body, fake=_allocate, kernels=_launch
 )
 """`FeedForwardInputs` -> bf16 [T, H]. Raises TypeError, ValueError, naming the argument, the rule
 and the value."""
@@ -298,9 +294,9 @@ feed_forward_saving = register_inputs(
     "feed_forward_saving",
     FeedForwardInputs,
     "(Tensor, Tensor)",
-    cpu=_body_saving,
+    reference=_body_saving,
     fake=_allocate_saving,
-    hopper=_launch_saving,
+    kernels=_launch_saving,
 )
 """`feed_forward`, bit for bit, and for `feed_forward_backward` gate and up of each token before
 the activation, rounded to BF16: [T, 2, I]."""

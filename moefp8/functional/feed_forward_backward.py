@@ -13,11 +13,8 @@ from ..kernels.common.activation import SWIGLU, Activation
 from ..kernels.common.blocks import BLOCK, MIN_GRADIENT_AMAX, round_up
 from ..kernels.common.checks import FLOATS, check_same_device, check_shape, check_tensor
 from ..kernels.common.prepared import Launches, layout_of, prepared
-from ..kernels.common.registry import register_inputs
 from ..kernels.common.tma_operands import fitting
 from ..kernels.gemm.dense import block_scaled_matmul
-from ..kernels.gemm.launch import describe_gemm
-from ..kernels.gemm.tuned import dense_config, target_of
 from ..kernels.jit import Kernel, current_driver
 from ..kernels.program import (
     Codes,
@@ -28,6 +25,8 @@ from ..kernels.program import (
     kernels_at_any_address,
     prepare_launches,
 )
+from ..kernels.registry import register_inputs
+from ..kernels.targets import target_of
 from ..quant.block_scaled import BlockScaled, dequantize
 from ..quant.numerics import quantize_1x128
 from ..quant.quantize import describe_quantize
@@ -184,11 +183,10 @@ def describe_backward(
     grad_rows, rows = r.codes("grad_rows", (1, m, h)), r.codes("rows", (1, m, k))
     grad_activated = r.matrices("grad_activated", (1, m, i), torch.bfloat16)
     describe_quantize(r, grad, grad_rows.first(), None, min_amax=MIN_GRADIENT_AMAX)
-    config = dense_config(r, m, i, h, batch_invariant)
-    describe_gemm(r, config, grad_rows.first(), down, grad_activated.first(), m)
+    dense = r.target.gemms.dense
+    dense(r, grad_rows.first(), down, grad_activated.first(), batch_invariant=batch_invariant)
     describe_activation_backward(r, grad_activated, saved, None, rows, activation)
-    config = dense_config(r, m, h, k, batch_invariant)
-    describe_gemm(r, config, rows.first(), gate_up, dx, m)
+    dense(r, rows.first(), gate_up, dx, batch_invariant=batch_invariant)
 
 
 def backward_kernels(
@@ -221,7 +219,7 @@ def backward_kernels(
 
 
 feed_forward_backward = register_inputs(
-    _OP, FeedForwardBackwardInputs, "Tensor", cpu=_body, fake=_allocate, hopper=_launch
+    _OP, FeedForwardBackwardInputs, "Tensor", reference=_body, fake=_allocate, kernels=_launch
 )
 """`FeedForwardBackwardInputs` -> bf16 dX [T, H]; the head of this file has the formulas."""
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from ..kernels.common.blocks import zero_padded
 from ..kernels.common.checks import check_same_device, check_shape, check_tensor
-from ..kernels.common.registry import Written, register_inputs
+from ..kernels.registry import Written, register_inputs
 
 _ADD, _OUTER = "add_low_rank", "grouped_bf16_outer"
 _ALIGNED = 8  # elements of BF16 in 16 bytes
@@ -91,7 +91,7 @@ def _products(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> t
 
 
 add_low_rank = register_inputs(
-    _ADD, AddInputs, "Tensor", cpu=_add, fake=_allocate_u, hopper=_launch_add
+    _ADD, AddInputs, "Tensor", reference=_add, fake=_allocate_u, kernels=_launch_add
 )
 """For each row, u = scaling * a x with the a of its expert, then y += b u; products are rounded to
 BF16: `AddInputs` -> u, bf16 [R, r]. Expert e has rows [expert_offsets[e], expert_offsets[e + 1]);
@@ -129,7 +129,7 @@ def _launch_outer(inputs: OuterInputs) -> torch.Tensor:
 
 
 grouped_outer = register_inputs(
-    _OUTER, OuterInputs, "Tensor", cpu=_outer, fake=_allocate_outer, hopper=_launch_outer
+    _OUTER, OuterInputs, "Tensor", reference=_outer, fake=_allocate_outer, kernels=_launch_outer
 )
 """`OuterInputs` -> bf16 [E, N, K]: `a.T @ b` of the rows of each expert. Rows of no expert add
 nothing, whatever they hold."""

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from ..kernels.common.blocks import MIN_AMAX, MIN_GRADIENT_AMAX, round_up
-from ..kernels.common.registry import register
 from ..kernels.gemm.grouped import m_grouped_fp8_gemm_nt_contiguous
+from ..kernels.registry import register
 from ..quant.quantize import quantize_1x128
 from .autograd import first_order, no_gradients, records
 from .transposed import transposed
@@ -47,7 +47,7 @@ def _allocate_backward(grad: torch.Tensor, weight: torch.Tensor, *_: Any) -> tor
 _grouped_backward = register(
     "grouped_linear_backward(Tensor grad, Tensor weight, Tensor weight_scale_inv, "
     "Tensor expert_offsets, bool? keep_transposed) -> Tensor",
-    cpu=_backward,
+    reference=_backward,
     fake=_allocate_backward,
     cuda=_backward,
 )
@@ -79,9 +79,9 @@ def empty_dgrad(
 grouped_dgrad = register(
     "grouped_dgrad(Tensor data, Tensor scale_inv, Tensor weight, Tensor weight_scale_inv, "
     "Tensor expert_offsets, int parts, bool? keep_transposed) -> Tensor",
-    cpu=_dgrad,
+    reference=_dgrad,
     fake=empty_dgrad,
-    hopper=_dgrad,
+    kernels=_dgrad,
     cuda=_dgrad,
 )
 """bf16 [R, K]: rows, quantized to 1x128 already, times the weight of their expert.

@@ -19,12 +19,9 @@ from ..kernels.common.checks import (
     check_tensor,
 )
 from ..kernels.common.prepared import Launches, layout_of
-from ..kernels.common.registry import register_inputs
 from ..kernels.common.tma_operands import fits
 from ..kernels.gemm.dense import DenseInputs, block_scaled_matmul, launch_dense
-from ..kernels.gemm.launch import describe_gemm
 from ..kernels.gemm.operands import check_sizes
-from ..kernels.gemm.tuned import dense_config, target_of
 from ..kernels.jit import Kernel, current_driver
 from ..kernels.program import (
     Codes,
@@ -36,6 +33,8 @@ from ..kernels.program import (
     layouts,
     prepare_launches,
 )
+from ..kernels.registry import register_inputs
+from ..kernels.targets import target_of
 from ..quant.numerics import quantize_1x128
 from ..quant.quantize import describe_quantize, launch_quantize_1x128
 from .autograd import first_order, no_gradients, records
@@ -159,11 +158,10 @@ def describe_linear(
     min_amax: float = MIN_AMAX,
 ) -> None:
     """Quantize x [M, K], then write y, bf16 [M, N], its product with weights [N, K]."""
-    (m, k), n = x.shape, y.shape[1]
-    config = dense_config(r, m, n, k, batch_invariant)
+    m, k = x.shape
     rows = r.codes("rows", (1, m, k)).first()
     describe_quantize(r, x, rows, None, min_amax=min_amax)
-    describe_gemm(r, config, rows, weights, y, m, bias=bias)
+    r.target.gemms.dense(r, rows, weights, y, bias=bias, batch_invariant=batch_invariant)
 
 
 def linear_kernels(
@@ -194,7 +192,9 @@ def linear_kernels(
     return kernels_at_any_address(describe, most_tokens, dtype.itemsize)
 
 
-fp8_linear = register_inputs(_OP, LinearInputs, "Tensor", cpu=_body, fake=_allocate, hopper=_launch)
+fp8_linear = register_inputs(
+    _OP, LinearInputs, "Tensor", reference=_body, fake=_allocate, kernels=_launch
+)
 """`quantize_1x128`, then `fp8_gemm_nt`: `LinearInputs` -> bf16 [M, N]. Raises TypeError,
 ValueError, naming the argument, the rule and the value."""
 
@@ -251,9 +251,9 @@ fp8_linear_backward = register_inputs(
     _BACKWARD,
     BackwardInputs,
     "Tensor",
-    cpu=_body_backward,
+    reference=_body_backward,
     fake=_allocate_backward,
-    hopper=_launch_backward,
+    kernels=_launch_backward,
 )
 """`quantize_1x128` of `grad`, then its product with the weight: `BackwardInputs` -> bf16 [M, K]."""
 

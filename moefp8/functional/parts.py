@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from ..kernels.common.blocks import BLOCK, ceil_div
+from ..kernels.gemm.sizes import Sizes, matrix_of
 from ..kernels.program import Record, place
-from .expert_configs import Sizes, matrix_of
 
 MAX_WORKSPACE_BYTES = 4 << 30
 _BYTES_OF_COLUMN = 16  # the most that a row takes for each of H and I, in any record

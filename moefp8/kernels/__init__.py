@@ -20,7 +20,7 @@ from .gemm.grouped import (
     m_grouped_fp8_gemm_nt_contiguous,
     m_grouped_fp8_gemm_nt_masked,
 )
-from .gemm.launch import get_num_sms, set_num_sms
+from .gemm.sms import get_num_sms, set_num_sms
 
 __all__ = [
     "BLOCK",

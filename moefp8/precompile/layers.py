@@ -11,8 +11,9 @@ from torch import nn
 
 from ..kernels import E4M3
 from ..kernels.common.checks import FLOATS
-from ..kernels.gemm.tuned import ANY_TARGET, DEFAULT_SMS, ConfigSource, config_source_of
-from ..kernels.jit import JitError, Kernel, compile_kernels, current_driver, keep_kernels
+from ..kernels.jit import JitError, Kernel, compile_kernels, keep_kernels
+from ..kernels.program import Target
+from ..kernels.targets import ANY_TARGET, targets_here
 from ..layers import FP8Linear, GroupedExperts, TopKRouter
 from ..layers.experts import BIASES
 from ..layers.module import FixedDtypeModule, check_dtype
@@ -94,39 +95,44 @@ def precompile(
         JitError: there is no compiler, or a kernel does not compile.
     """
     started = time.perf_counter()
-    _check_numbers(num_threads=num_threads)
-    kernels = kernels_of(
-        model,
-        max_tokens,
-        dtype=dtype,
-        top_k=top_k,
-        backward=backward,
-        updating=updating,
-        num_sms=num_sms,
-    )
-    with Progress("compiling", len(kernels), "kernels", shown=progress) as bar:
-        compile_kernels(kernels, num_threads, bar.advance)
+    _check_numbers(num_threads=num_threads, num_sms=num_sms)
+    kernels: dict[str, dict[Kernel, None]] = {}  # by architecture, each once
+    for target in targets_here(num_sms):
+        of_target = kernels_of(
+            model,
+            max_tokens,
+            target,
+            dtype=dtype,
+            top_k=top_k,
+            backward=backward,
+            updating=updating,
+        )
+        kernels.setdefault(target.arch, {}).update(dict.fromkeys(of_target))
+    num_kernels = sum(map(len, kernels.values()))
+    with Progress("compiling", num_kernels, "kernels", shown=progress) as bar:
+        for arch, some in kernels.items():
+            compile_kernels(some, arch, num_threads, bar.advance)
     problem = None
     try:
         keep_kernels(kernels)
     except JitError as error:
         problem = str(error)
         warnings.warn(f"precompile: this process alone has its kernels: {problem}", stacklevel=2)
-    return Precompiled(len(kernels), time.perf_counter() - started, problem)
+    return Precompiled(num_kernels, time.perf_counter() - started, problem)
 
 
 def kernels_of(
     model: nn.Module,
     max_tokens: int,
+    target: Target = ANY_TARGET,
     *,
     dtype: torch.dtype | None = None,
     top_k: int | None = None,
     backward: bool = False,
     updating: torch.dtype | None = None,
-    num_sms: int | None = None,
 ) -> list[Kernel]:
-    """The kernels that `precompile` compiles; first come those that take long."""
-    _check_numbers(max_tokens=max_tokens, top_k=top_k, num_sms=num_sms)
+    """The kernels that `precompile` compiles for a GPU; first come those that take long."""
+    _check_numbers(max_tokens=max_tokens, top_k=top_k)
     for x in (dtype, updating):
         if x is not None:
             check_dtype("precompile", x)
@@ -138,11 +144,10 @@ def kernels_of(
             f"TopKRouter, MoE), got {type(model).__name__} without any, which needs no kernel; "
             "moefp8.convert(model) makes some"
         )
-    sources = _config_sources(num_sms)
-    demands = [Demand(max_tokens, dtypes, configs, backward) for configs in sources]
-    kernels = [kernel for demand in demands for layer in layers for kernel in layer.kernels(demand)]
+    demand = Demand(max_tokens, dtypes, target, backward)
+    kernels = [kernel for layer in layers for kernel in layer.kernels(demand)]
     if updating is not None:
-        kernels += _kernels_of_new_weights(model, updating, backward)
+        kernels += _kernels_of_new_weights(target, model, updating, backward)
     return sorted(dict.fromkeys(kernels), key=lambda kernel: kernel.source.name != "gemm.cu")
 
 
@@ -153,7 +158,7 @@ def _check_numbers(**numbers: int | None) -> None:
 
 
 def _kernels_of_new_weights(
-    model: nn.Module, dtype: torch.dtype, backward: bool
+    target: Target, model: nn.Module, dtype: torch.dtype, backward: bool
 ) -> Iterator[Kernel]:
     """Kernels that quantize the weights of `updating`, and W^T, which a backward may have kept."""
     for module in model.modules():
@@ -162,9 +167,9 @@ def _kernels_of_new_weights(
             if weight is None or weight.dtype != E4M3 or not weight.numel():
                 continue
             k = weight.shape[-1]
-            yield from each_kernels(ANY_TARGET, dtype, k, transposed=backward)
+            yield from each_kernels(target, dtype, k, transposed=backward)
             if is_cut:  # blocks may have rows of other ranks, so whole weights are quantized
-                yield from quantize_kernels(ANY_TARGET, dtype, 1, k, BLOCK_ROWS)
+                yield from quantize_kernels(target, dtype, 1, k, BLOCK_ROWS)
 
 
 # ---- What kernels depend on ----
@@ -252,16 +257,3 @@ def _dtypes_of(model: nn.Module) -> frozenset[torch.dtype]:
     dtypes = {x.dtype for module in others for x in module.parameters(recurse=False)}
     dtypes &= set(FLOATS)
     return frozenset(dtypes - {torch.float32} or dtypes or {torch.bfloat16})
-
-
-def _config_sources(num_sms: int | None) -> list[ConfigSource]:
-    """A source for each kind of Hopper GPU here, or of those with num_sms, if not None.
-
-    Without such a GPU: the heuristic for num_sms, or for the most common number of SMs.
-    """
-    gpus = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
-    hoppers = [i for i in gpus if current_driver().runs_our_kernels(i)]
-    if num_sms is not None:
-        hoppers = [i for i in hoppers if current_driver().num_sms(i) == num_sms]
-    sources = {config_source_of(i): None for i in hoppers}
-    return list(sources) or [ConfigSource(num_sms or DEFAULT_SMS, num_sms or DEFAULT_SMS)]

@@ -14,7 +14,6 @@ from ..distributed.expert_parallel.experts import ParallelExperts
 from ..distributed.expert_parallel.transport import Traffic, Transport
 from ..functional import feed_forward_backward
 from ..functional.activation_rows import activation_rows_backward_kernels, activation_rows_kernels
-from ..functional.expert_configs import Sizes
 from ..functional.expert_parts import BiasDtypes, CallTensors
 from ..functional.experts_records import experts_backward_kernels, experts_kernels
 from ..functional.feed_forward import feed_forward_kernels
@@ -25,14 +24,14 @@ from ..functional.training.rows import quantized_rows_kernels
 from ..kernels.common.activation import SWIGLU, Activation
 from ..kernels.common.blocks import BLOCK, E4M3, ceil_div, round_up
 from ..kernels.gemm.call import grouped_kernels
-from ..kernels.gemm.tuned import ConfigSource
-from ..kernels.jit import ARCHITECTURE, Kernel
+from ..kernels.gemm.sizes import Sizes
+from ..kernels.jit import Kernel
 from ..kernels.program import Target
 from ..quant.both import both_kernels
 from ..quant.columns import columns_kernels
 from ..quant.quantize import quantize_kernels
 from ..quant.transpose import transpose_kernels
-from ..routing import top_k_backward_launch, top_k_launch
+from ..routing import logits_launch, top_k_backward_launch, top_k_launch
 from ..routing.combine import combine_kernels
 from ..routing.plan import plan_kernels
 from ..routing.route import route_kernels
@@ -46,18 +45,14 @@ class Demand(NamedTuple):
 
     max_tokens: the most tokens of one call, at least 1.
     dtypes: of activations: some of bf16, fp16 and fp32; or e4m3 alone, for codes.
-    configs: the configs of GEMMs, by the number of SMs of a GPU or as measured on one.
+    target: the GPU, with configs of GEMMs by the number of its SMs or as measured on it.
     backward: whether there are also gradients through the layers.
     """
 
     max_tokens: int
     dtypes: frozenset[torch.dtype]
-    configs: ConfigSource
+    target: Target
     backward: bool = False
-
-    @property
-    def target(self) -> Target:
-        return Target(ARCHITECTURE, self.configs.all_sms, self.configs)
 
     def taking(self, dtypes: frozenset[torch.dtype] | None) -> "Demand":
         """A copy for activations of these dtypes; `self` for None."""
@@ -449,7 +444,8 @@ class Router(NamedTuple):
             yield top_k_backward_launch.kernel_of(
                 self.num_experts, torch.float32, by_sigmoid=by_sigmoid
             )
-        if torch.bfloat16 in demand.dtypes and self.hidden_size:
+        has_logits = demand.target.arch in logits_launch.ARCHITECTURES
+        if has_logits and torch.bfloat16 in demand.dtypes and self.hidden_size:
             yield from route_kernels(demand.target, demand.max_tokens, self.op, *sizes)
             if demand.backward:
                 yield from route_backward_kernels(

@@ -30,10 +30,10 @@ from ..kernels.common.checks import (
     check_tensor,
 )
 from ..kernels.common.prepared import layout_of, prepared
-from ..kernels.common.registry import Written, register_inputs
-from ..kernels.gemm.tuned import target_of
 from ..kernels.jit import Kernel, Launch
 from ..kernels.program import Codes, Record, Target, Tensor, prepare_launch
+from ..kernels.registry import Written, register_inputs
+from ..kernels.targets import target_of
 from . import numerics
 from .transpose import copy_transposed, pitches_of
 
@@ -148,7 +148,7 @@ def _launch(inputs: BothInputs) -> None:
 
 # Quantizes `w` into given memory: see `BothInputs`.
 quantize_128x128_both_into = register_inputs(
-    "quantize_128x128_both_into", BothInputs, "()", cpu=_body, fake=_check, hopper=_launch
+    "quantize_128x128_both_into", BothInputs, "()", reference=_body, fake=_check, kernels=_launch
 )
 
 

@@ -28,10 +28,10 @@ from ..kernels.common.blocks import (
 )
 from ..kernels.common.checks import FLOATS, INPUTS, check_same_device, check_tensor
 from ..kernels.common.prepared import layout_of, prepared
-from ..kernels.common.registry import register_inputs
-from ..kernels.gemm.tuned import target_of
 from ..kernels.jit import Kernel, Launch
 from ..kernels.program import Codes, Place, Record, Target, Tensor, prepare_launch
+from ..kernels.registry import register_inputs
+from ..kernels.targets import target_of
 from . import numerics
 
 _OP, _BOTH = "quantize_128x1", "quantize_1x128_and_128x1"
@@ -228,9 +228,9 @@ quantize_128x1 = register_inputs(
     _OP,
     ColumnsInputs,
     "(Tensor, Tensor)",
-    cpu=_body,
+    reference=_body,
     fake=_allocate,
-    hopper=launch_quantize_128x1,
+    kernels=launch_quantize_128x1,
 )
 """`ColumnsInputs` -> (e4m3 [B, K, 128], fp32 [B, K]), with B = `num_column_blocks`; with `blocks`,
 the scales are fp32 [B, ceil(K/128)]. The row pitch of scales is a multiple of 16 bytes.
@@ -242,9 +242,9 @@ quantize_1x128_and_128x1 = register_inputs(
     _BOTH,
     RowsAndColumnsInputs,
     "(Tensor, Tensor, Tensor, Tensor)",
-    cpu=_body_both,
+    reference=_body_both,
     fake=_allocate_both,
-    hopper=launch_quantize_1x128_and_128x1,
+    kernels=launch_quantize_1x128_and_128x1,
 )
 """`RowsAndColumnsInputs` -> (e4m3 [T, K], fp32 [T, ceil(K/128)], e4m3 [B, K, 128], fp32 [B, K]):
 the bits of `quantize_1x128`, then of `quantize_128x1` with `blocks`. x is read once.

@@ -32,10 +32,10 @@ from ..kernels.common.checks import (
     check_tensor,
 )
 from ..kernels.common.prepared import layout_of, prepared
-from ..kernels.common.registry import any_watches, register
-from ..kernels.gemm.tuned import target_of
 from ..kernels.jit import Kernel, Launch, current_driver
 from ..kernels.program import Codes, Place, Record, Target, Tensor, Word, prepare_launch
+from ..kernels.registry import any_watches, register
+from ..kernels.targets import GEMMS, target_of
 from . import numerics
 
 _OP = "quantize_128x128_each_into"
@@ -242,7 +242,7 @@ def quantize_each(stack: Stack, matrices: Matrices, places: Places) -> None:
 
     Where our kernel runs, each matrix costs the host a tenth of a microsecond.
     """
-    if not any_watches() and current_driver().runs_our_kernels(stack.data.get_device()):
+    if not any_watches() and current_driver().arch(stack.data.get_device()) in GEMMS:
         _launch_checked(stack, matrices, places)
         written = [x for x in stack[:3] if x is not None]
         torch.autograd.graph.increment_version(written)

@@ -22,8 +22,6 @@ from ..kernels.common.blocks import (
 )
 from ..kernels.common.checks import FLOATS, INPUTS, check_tensor
 from ..kernels.common.prepared import layout_of, prepared
-from ..kernels.common.registry import register
-from ..kernels.gemm.tuned import target_of
 from ..kernels.jit import Kernel, Launch
 from ..kernels.program import (
     Codes,
@@ -34,6 +32,8 @@ from ..kernels.program import (
     kernels_at_any_address,
     prepare_launch,
 )
+from ..kernels.registry import register
+from ..kernels.targets import target_of
 from . import numerics
 
 Quantized = tuple[torch.Tensor, torch.Tensor]  # data, scale_inv

@@ -22,10 +22,10 @@ from ..kernels.common.blocks import (
 )
 from ..kernels.common.checks import check_rows_contiguous, check_same_device, check_tensor
 from ..kernels.common.prepared import layout_of, prepared
-from ..kernels.common.registry import Written, register_inputs
-from ..kernels.gemm.tuned import target_of
 from ..kernels.jit import Kernel, Launch
 from ..kernels.program import Record, Target, Tensor, prepare_launch
+from ..kernels.registry import Written, register_inputs
+from ..kernels.targets import target_of
 
 _OP = "transpose_codes"
 
@@ -101,7 +101,7 @@ def _launch(inputs: TransposeInputs) -> None:
 # Writes `w` transposed into out [..., K, parts * width]: row i of part p becomes column
 # p * width + i, and the columns after the n of a part become zeros.
 transpose_codes_into = register_inputs(
-    "transpose_codes_into", TransposeInputs, "()", cpu=_body, fake=_check, hopper=_launch
+    "transpose_codes_into", TransposeInputs, "()", reference=_body, fake=_check, kernels=_launch
 )
 
 

@@ -14,10 +14,10 @@ from torch.autograd import forward_ad
 from ..kernels.common.blocks import ceil_div, divisor_of
 from ..kernels.common.checks import FLOATS, INPUTS, check_same_device, check_shape, check_tensor
 from ..kernels.common.prepared import layout_of, prepared
-from ..kernels.common.registry import register_inputs
-from ..kernels.gemm.tuned import target_of
 from ..kernels.jit import Kernel, Launch
 from ..kernels.program import Place, Record, Target, Tensor, layouts, prepare_launch
+from ..kernels.registry import register_inputs
+from ..kernels.targets import target_of
 from .plan import RoutingPlan
 
 _OP = "combine"
@@ -171,11 +171,11 @@ _combine = register_inputs(
     _OP,
     CombineInputs,
     "Tensor",
-    cpu=_body,
+    reference=_body,
     fake=_allocate,
-    hopper=_launch,
+    kernels=_launch,
     cuda=_body,
-    hopper_takes=_has_kernel,
+    kernels_take=_has_kernel,
 )
 
 

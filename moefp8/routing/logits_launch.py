@@ -88,6 +88,9 @@ def most_tokens(num_experts: int, hidden_size: int) -> int:
     return MAX_SUMS_BYTES // (4 * num_experts * ceil_div(hidden_size, _CHUNK)) or 1
 
 
+ARCHITECTURES = ("sm_90a",)  # it multiplies by WGMMA
+
+
 def kernel_of(tile: Tile) -> Kernel:
     return Kernel(_SOURCE, f"logits_kernel<{tile.tokens}, {tile.experts}, {tile.chunks}>")
 

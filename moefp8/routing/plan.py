@@ -17,8 +17,6 @@ from torch.nn.functional import pad
 from ..kernels.common.blocks import ceil_div, divisor_of, round_up
 from ..kernels.common.checks import check_choices, check_rank, check_tensor
 from ..kernels.common.prepared import layout_of, prepared
-from ..kernels.common.registry import register_inputs
-from ..kernels.gemm.tuned import target_of
 from ..kernels.jit import Kernel, Launch
 from ..kernels.program import (
     Arguments,
@@ -30,6 +28,8 @@ from ..kernels.program import (
     kernels_of,
     prepare_launch,
 )
+from ..kernels.registry import register_inputs
+from ..kernels.targets import target_of
 
 Layout = Literal["contiguous", "masked"]
 
@@ -218,9 +218,9 @@ _build_plan = register_inputs(
     PlanInputs,
     "(Tensor tokens_per_expert, Tensor expert_offsets, Tensor row_to_token, "
     "Tensor row_to_expert, Tensor token_to_row)",
-    cpu=_cpu,
+    reference=_cpu,
     fake=_allocate,
-    hopper=lambda inputs: launch_plan(inputs, _allocate(inputs)),
+    kernels=lambda inputs: launch_plan(inputs, _allocate(inputs)),
     cuda=lambda inputs: build_maps(*inputs[:-1]),
 )
 

@@ -10,9 +10,7 @@ import torch
 
 from ..kernels.common.checks import FLOATS, check_same_device, check_shape, check_tensor
 from ..kernels.common.prepared import Launches, layout_of
-from ..kernels.common.registry import register_inputs, without_autocast
 from ..kernels.common.tma_operands import fitting
-from ..kernels.gemm.tuned import target_of
 from ..kernels.jit import Kernel, current_driver
 from ..kernels.program import (
     Place,
@@ -23,6 +21,8 @@ from ..kernels.program import (
     kernels_of,
     prepare_launches,
 )
+from ..kernels.registry import register_inputs, without_autocast
+from ..kernels.targets import target_of
 from . import logits_launch
 from .logits import exact_logits, route_takes
 from .logits_launch import describe_logits
@@ -206,9 +206,10 @@ _route_op = register_inputs(
     _OP,
     RouteInputs,
     "(Tensor, Tensor)",
-    cpu=_body,
+    reference=_body,
     fake=_allocate,
-    hopper=_launch,
+    kernels=_launch,
     cuda=_body,
-    hopper_takes=route_takes,
+    kernels_take=route_takes,
+    runs_on=logits_launch.ARCHITECTURES,
 )

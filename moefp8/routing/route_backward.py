@@ -17,9 +17,7 @@ from typing import NamedTuple
 import torch
 
 from ..kernels.common.prepared import Launches, layout_of, prepared
-from ..kernels.common.registry import register, register_inputs, without_autocast
 from ..kernels.common.tma_operands import fitting
-from ..kernels.gemm.tuned import target_of
 from ..kernels.jit import Kernel
 from ..kernels.program import (
     Place,
@@ -30,6 +28,8 @@ from ..kernels.program import (
     kernels_of,
     prepare_launches,
 )
+from ..kernels.registry import register, register_inputs, without_autocast
+from ..kernels.targets import target_of
 from . import logits_launch
 from .logits import exact_logits, route_takes
 from .logits_launch import describe_logits
@@ -89,7 +89,7 @@ def gradients(inputs: RouteBackwardInputs) -> Gradients:
 
 _product = register(
     "bf16_product(Tensor a, Tensor b) -> Tensor",
-    cpu=lambda a, b: a.float() @ b.float(),
+    reference=lambda a, b: a.float() @ b.float(),
     fake=lambda a, b: a.new_empty((a.shape[0], b.shape[1]), dtype=torch.float32),
     cuda=lambda a, b: torch.mm(a, b, out_dtype=torch.float32),
 )
@@ -177,11 +177,12 @@ route_backward = register_inputs(
     _OP,
     RouteBackwardInputs,
     "(Tensor, Tensor)",
-    cpu=gradients,
+    reference=gradients,
     fake=_allocate,
-    hopper=_launch,
+    kernels=_launch,
     cuda=gradients,
-    hopper_takes=route_takes,
+    kernels_take=route_takes,
+    runs_on=logits_launch.ARCHITECTURES,
 )
 """`RouteBackwardInputs` -> the gradients of x, in its dtype, and of weight in FP32, contiguous; a
 gradient that is not wanted is [0]."""

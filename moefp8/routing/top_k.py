@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..kernels.common.checks import INPUTS, check_same_device
-from ..kernels.common.registry import register_inputs
+from ..kernels.registry import register_inputs
 from .top_k_backward_launch import TopKBackwardInputs, launch_top_k_backward
 from .top_k_launch import TopKInputs, can_launch, launch_top_k, softmax_inputs
 
@@ -190,11 +190,11 @@ top_k_backward = register_inputs(
     "top_k_backward",
     TopKBackwardInputs,
     "Tensor",
-    cpu=_contiguous_grad,
+    reference=_contiguous_grad,
     fake=_empty_grad,
-    hopper=_launch_backward,
+    kernels=_launch_backward,
     cuda=_contiguous_grad,
-    hopper_takes=lambda grad, logits, *_: can_launch(logits),
+    kernels_take=lambda grad, logits, *_: can_launch(logits),
 )
 """`TopKBackwardInputs` -> the gradient of the logits, contiguous and in their dtype."""
 
@@ -308,17 +308,17 @@ choose_by_softmax = register_inputs(
     _SOFTMAX,
     softmax_inputs,
     "(Tensor, Tensor)",
-    cpu=_softmax_topk,
+    reference=_softmax_topk,
     fake=partial(_allocate, _SOFTMAX),
-    hopper=partial(_launch, _SOFTMAX),
-    hopper_takes=can_launch,
+    kernels=partial(_launch, _SOFTMAX),
+    kernels_take=can_launch,
 )
 choose_by_sigmoid = register_inputs(
     _SIGMOID,
     TopKInputs,
     "(Tensor, Tensor)",
-    cpu=_sigmoid_group_topk,
+    reference=_sigmoid_group_topk,
     fake=partial(_allocate, _SIGMOID),
-    hopper=partial(_launch, _SIGMOID),
-    hopper_takes=can_launch,
+    kernels=partial(_launch, _SIGMOID),
+    kernels_take=can_launch,
 )

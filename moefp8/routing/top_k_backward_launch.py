@@ -11,9 +11,9 @@ import torch
 from ..kernels.common.blocks import ceil_div
 from ..kernels.common.checks import INPUTS
 from ..kernels.common.prepared import layout_of, prepared
-from ..kernels.gemm.tuned import target_of
 from ..kernels.jit import Kernel, Launch
 from ..kernels.program import Place, Record, Tensor, prepare_launch
+from ..kernels.targets import target_of
 from .logits_launch import Sums
 from .top_k_launch import WARP, kind_of, step_for_logits
 

@@ -11,9 +11,9 @@ import torch
 from ..kernels.common.blocks import ceil_div
 from ..kernels.common.checks import INPUTS
 from ..kernels.common.prepared import layout_of, prepared
-from ..kernels.gemm.tuned import target_of
 from ..kernels.jit import Kernel, Launch
 from ..kernels.program import Arguments, Place, Record, Tensor, prepare_launch
+from ..kernels.targets import target_of
 from .logits_launch import Sums
 
 _SOURCE = Path(__file__).with_name("top_k.cu")

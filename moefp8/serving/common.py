@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import nn
 
-from ..kernels.jit import current_driver
+from ..kernels.targets import runs_kernels
 from ..layers import FP8Linear, GroupedExperts
 from ..precompile import precompile
 from ..system.progress import Progress
@@ -25,7 +25,7 @@ def why_not_on(device: torch.device) -> str | None:
     if device.type != "cuda":
         return f"{device.type} is no CUDA device"
     index = torch.cuda.current_device() if device.index is None else device.index
-    if current_driver().runs_our_kernels(index):
+    if runs_kernels(index):
         return None
     return f"{torch.cuda.get_device_name(index)} is no Hopper GPU"
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ..kernels.common.activation import Activation
-from ..kernels.common.registry import without_autocast
+from ..kernels.registry import without_autocast
 from ..layers import FP8Linear, GroupedExperts
 from ..layers.adapter import check_no_adapters
 from ..layers.parts import parts_of

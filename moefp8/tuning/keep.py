@@ -1,11 +1,20 @@
-"""Keep what was measured, in the file that `kernels/gemm/tuned.py` reads."""
+"""Keep what was measured, in the file that `kernels/gemm/sm90/tuned.py` reads."""
 
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from typing import Any
 
-from ..kernels.gemm.tuned import BROKEN, Config, Layer, Table, checksum, file_name, measured, stored
+from ..kernels.gemm.sm90.tuned import (
+    BROKEN,
+    Config,
+    Layer,
+    Table,
+    checksum,
+    file_name,
+    measured,
+    stored,
+)
 from ..kernels.jit import write_beside_kernels
 
 

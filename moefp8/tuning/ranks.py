@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ..distributed import ExpertParallel
-from ..kernels.gemm.tuned import Experts
+from ..kernels.gemm.sm90.tuned import Experts
 from ..layers import GroupedExperts
 
 _ROUNDS, _SECONDS = 5, 0.1  # the median counts; of each round, at least

@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..functional.expert_configs import Sizes, experts_configs, layer_of, mean_load
 from ..functional.expert_parts import (
     Choices,
     Weights,
@@ -21,12 +20,15 @@ from ..functional.expert_parts import (
 )
 from ..functional.experts_records import INPUTS, describe_experts
 from ..kernels.common.blocks import ceil_div
-from ..kernels.gemm.call import prepare_dense
-from ..kernels.gemm.config import GemmConfig, GroupLayout, is_possible, with_most_stages
-from ..kernels.gemm.heuristic import candidates, deciding_sizes, estimate_us
-from ..kernels.gemm.launch import kernel_of
+from ..kernels.gemm.interface import GroupLayout
 from ..kernels.gemm.operands import Operands, fitting_operands
-from ..kernels.gemm.tuned import (
+from ..kernels.gemm.sizes import Sizes, mean_load
+from ..kernels.gemm.sm90.config import GemmConfig, is_possible, with_most_stages
+from ..kernels.gemm.sm90.expert_configs import experts_configs, layer_of
+from ..kernels.gemm.sm90.gemms import Sm90, prepare_dense
+from ..kernels.gemm.sm90.heuristic import candidates, deciding_sizes, estimate_us
+from ..kernels.gemm.sm90.launch import kernel_of
+from ..kernels.gemm.sm90.tuned import (
     Config,
     ConfigSource,
     Dense,
@@ -34,10 +36,10 @@ from ..kernels.gemm.tuned import (
     Layer,
     Pair,
     Table,
-    config_source_of,
 )
-from ..kernels.jit import ARCHITECTURE, Kernel, compile_kernels, current_driver
+from ..kernels.jit import Kernel, compile_kernels, current_driver
 from ..kernels.program import Record, Target, Tensor, prepare_launches
+from ..kernels.targets import target_of
 from ..layers import GroupedExperts
 from ..quant import quantize_1x128, quantize_128x128
 from ..system.progress import Progress
@@ -113,7 +115,7 @@ def tune_layer(layer: Layer, max_tokens: int, shown: bool | None = None) -> Iter
 
 def time_layer(layer: Layer, max_tokens: int) -> Iterator[Measured]:
     """Time the configs that serve now, be they tuned or not."""
-    configs, make = config_source_of(torch.cuda.current_device()), _maker(layer, _heuristic())
+    configs, make = Sm90.on(torch.cuda.current_device()).configs, _maker(layer, _heuristic())
     for tokens in tokens_to_tune(max_tokens):
         config: Config
         if isinstance(layer, Dense):
@@ -129,6 +131,11 @@ def _heuristic() -> ConfigSource:
     return ConfigSource(num_sms, num_sms)
 
 
+def _here(configs: ConfigSource) -> Target:
+    """The current GPU, with these configs."""
+    return target_of(torch.cuda.current_device())._replace(gemms=Sm90(configs))
+
+
 def _maker(layer: Layer, base: ConfigSource) -> Callable[[int], Callable[[Any], Call]]:
     """Number of tokens -> config -> a call on random data."""
     if isinstance(layer, Dense):
@@ -140,7 +147,8 @@ def _maker(layer: Layer, base: ConfigSource) -> Callable[[int], Callable[[Any], 
 def _compile(kernels: Iterable[Kernel], shown: bool | None) -> None:
     distinct = list(dict.fromkeys(kernels))
     with Progress("compiling", len(distinct), "kernels", shown=shown) as bar:
-        compile_kernels(distinct, done=bar.advance)
+        arch = current_driver().arch(torch.cuda.current_device())
+        compile_kernels(distinct, arch, done=bar.advance)
 
 
 def _call_of(
@@ -248,7 +256,7 @@ def _layer_calls(sizes: Sizes, weights: Weights, base: ConfigSource) -> Callable
 
     def call_with(configs: Pair) -> Call:
         chosen = replace(base, table=Table({layer_of(sizes): {sizes.num_tokens: configs}}))
-        r = Record(Target(ARCHITECTURE, base.all_sms, chosen), INPUTS)
+        r = Record(_here(chosen), INPUTS)
         describe_experts(
             r,
             sizes,

@@ -7,9 +7,9 @@ import torch
 
 from benchmarks import moe_choices
 from benchmarks.moe_cases import Model, random_experts
-from moefp8.functional import expert_parts
 from moefp8.kernels import jit
 from moefp8.kernels.common.prepared import prepared
+from moefp8.kernels.gemm.sm90.gemms import Sm90
 from tests.benchmarks.cases import run_main
 
 SMALL = Model("small", 5, 3, 256, 128)
@@ -69,7 +69,7 @@ def test_each_way_to_take_tiles_has_launches_of_its_own(monkeypatch):
         return dict.fromkeys(calls, 1.0)
 
     def run(case):
-        kept.append(prepared("takes", expert_parts.takes_tiles))
+        kept.append(prepared("takes", Sm90.takes_tiles))
 
     monkeypatch.setattr(moe_choices, "layer_us_many", many)
     monkeypatch.setattr(moe_choices.Case, "run", run)

@@ -21,7 +21,7 @@ from moefp8.checkpoint.inspect.fp8 import Layers
 from moefp8.cli import bench, compare, info, inspect, precompile, quantize, serve
 from moefp8.cli.main import main, script
 from moefp8.kernels import jit
-from moefp8.kernels.gemm import tuned
+from moefp8.kernels.gemm.sm90 import tuned
 from moefp8.kernels.jit import cache
 from moefp8.precompile import layers as ahead
 from moefp8.system.progress import Progress

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import moefp8
 import moefp8.hf
 from moefp8 import GroupedExperts
-from moefp8.functional.expert_configs import choose_experts_configs
+from moefp8.kernels.gemm.sm90.expert_configs import choose_experts_configs
 from moefp8.testing import row_errors
 from tests.distributed.shard_cases import BF16, E, H, assert_sums_up, choices, make, parts
 from tests.functional.cases import tokens_of

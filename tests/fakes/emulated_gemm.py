@@ -18,9 +18,10 @@ from moefp8.functional import experts
 from moefp8.kernels import jit
 from moefp8.kernels.common.activation import KINDS, Activation
 from moefp8.kernels.common.checks import INPUTS
-from moefp8.kernels.gemm.config import GemmConfig, GroupLayout
 from moefp8.kernels.gemm.dense import block_scaled_matmul
-from moefp8.kernels.gemm.launch import BIASES
+from moefp8.kernels.gemm.interface import GroupLayout
+from moefp8.kernels.gemm.sm90.config import GemmConfig
+from moefp8.kernels.gemm.sm90.launch import BIASES
 from moefp8.quant import numerics
 from tests.gpu import NUM_SMS
 

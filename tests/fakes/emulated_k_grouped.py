@@ -15,7 +15,7 @@ import torch
 
 from moefp8 import kernels
 from moefp8.kernels import jit
-from moefp8.kernels.gemm.k_grouped.config import KGroupedConfig, Output
+from moefp8.kernels.gemm.sm90.k_grouped.config import KGroupedConfig, Output
 from tests.fakes.emulated_gemm import Map, memory
 
 BLOCK, STEP = 128, 32

@@ -13,8 +13,8 @@ import torch
 
 from moefp8 import kernels
 from moefp8.kernels import jit
-from moefp8.kernels.gemm import launch as gemm_launch
-from moefp8.kernels.gemm.config import GemmConfig
+from moefp8.kernels.gemm.sm90 import launch as gemm_launch
+from moefp8.kernels.gemm.sm90.config import GemmConfig
 from moefp8.kernels.jit import launch
 from moefp8.quant import numerics
 from tests.fakes.emulated_activation import activation_backward, activation_of_rows
@@ -84,8 +84,8 @@ class FakeDriver(jit.Driver):
     def on_device(self, device_index: int):
         return nullcontext()
 
-    def runs_our_kernels(self, device_index: int) -> bool:
-        return True
+    def arch(self, device_index: int) -> str:
+        return "sm_90a"
 
     def allocate(self, num_bytes: int, stream: int) -> int:
         """Return the same memory for each size; it holds NaN, and nothing is written around it."""

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from moefp8.functional.experts import experts
 from moefp8.kernels.common.activation import SWIGLU
-from moefp8.kernels.common.registry import Op, as_in_schema
+from moefp8.kernels.registry import Op, as_in_schema
 from moefp8.quant.quantize import quantize_128x128
 from tests.kernels.gemm.cases import filled
 from tests.layers.cases import assert_matches_up_to_codes

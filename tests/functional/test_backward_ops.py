@@ -10,7 +10,7 @@ from moefp8.functional.feed_forward_backward import feed_forward_backward
 from moefp8.functional.grouped_linear import grouped_linear
 from moefp8.functional.linear import fp8_linear_backward
 from moefp8.kernels.common.activation import SWIGLU, Activation
-from moefp8.kernels.common.registry import as_in_schema
+from moefp8.kernels.registry import as_in_schema
 from moefp8.quant import quantize_1x128, quantize_128x128
 from moefp8.testing import assert_matches_reference
 from tests import naive

@@ -5,7 +5,7 @@ import torch
 
 from moefp8.functional.feed_forward import feed_forward
 from moefp8.kernels.common.activation import SWIGLU, Activation
-from moefp8.kernels.common.registry import as_in_schema
+from moefp8.kernels.registry import as_in_schema
 from moefp8.layers import moe
 from moefp8.layers.moe import SharedExperts
 from moefp8.quant import quantize_128x128

@@ -8,7 +8,7 @@ import torch
 from moefp8.functional.feed_forward import feed_forward, feed_forward_saving
 from moefp8.functional.feed_forward_backward import feed_forward_backward
 from moefp8.kernels.common.activation import SWIGLU, Activation
-from moefp8.kernels.common.registry import as_in_schema
+from moefp8.kernels.registry import as_in_schema
 from moefp8.layers.moe import SharedExperts
 from moefp8.testing import assert_matches_reference
 from tests.fakes.emulator import emulated

@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moefp8.functional import parts as parts_room
-from moefp8.functional.expert_configs import Sizes
 from moefp8.functional.experts_records import experts_backward_record, experts_record
 from moefp8.functional.parts import parts_of, split
 from moefp8.functional.training.experts_records import trained_backward_record
+from moefp8.kernels.gemm.sizes import Sizes
 from moefp8.kernels.program import place
 from moefp8.testing import sizes
 

@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moefp8 import kernels
-from moefp8.functional.expert_configs import Sizes
 from moefp8.functional.experts import experts
 from moefp8.functional.feed_forward import feed_forward
 from moefp8.functional.linear import fp8_linear
-from moefp8.kernels.gemm.config import GroupLayout
+from moefp8.kernels.gemm.interface import GroupLayout
 from moefp8.kernels.gemm.k_grouped import KGroupedInputs, k_grouped_gemm
 from moefp8.kernels.gemm.operands import Operands
+from moefp8.kernels.gemm.sizes import Sizes
 from moefp8.quant import columns, quantize
 from moefp8.quant.both import quantize_128x128_both
 from moefp8.quant.each import quantize_128x128_each_into

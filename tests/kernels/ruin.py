@@ -10,7 +10,7 @@ import torch
 
 from moefp8 import FP8Linear
 from moefp8.kernels import jit
-from moefp8.kernels.gemm.tuned import ANY_TARGET
+from moefp8.kernels.targets import ANY_TARGET
 from moefp8.quant.quantize import quantize_1x128, quantize_kernels
 
 

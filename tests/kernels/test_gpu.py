@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moefp8 import FP8Linear, GroupedExperts, MoE, load_checkpoint, save_checkpoint
-from moefp8.kernels.common.registry import register
+from moefp8.kernels.registry import register
 from moefp8.quant import quantize_1x128
 from moefp8.routing import build_plan, combine, dispatch, sigmoid_group_topk, softmax_topk
 from moefp8.testing import assert_matches_reference
@@ -96,13 +96,13 @@ def test_portable_bodies_are_announced(monkeypatch, new_driver):
     """Each op announces its own once: this op is the test's."""
     op = register(
         "announced_in_a_test(Tensor x) -> Tensor",
-        cpu=lambda x: x + 1,
+        reference=lambda x: x + 1,
         fake=torch.empty_like,
-        hopper=lambda x: x + 2,
+        kernels=lambda x: x + 2,
     )
     x = torch.ones(3, device="cuda")
     assert torch.equal(op(x), x + 2)
-    monkeypatch.setattr(new_driver, "runs_our_kernels", lambda index: False)
+    monkeypatch.setattr(new_driver, "arch", lambda index: "sm_80")
     with monkeypatch.context() as patch:
         patch.setenv("MOEFP8_STRICT", "1")
         with pytest.raises(RuntimeError, match="MOEFP8_STRICT=1 forbids that"):

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from moefp8.functional.expert_configs import Sizes
 from moefp8.kernels import jit
 from moefp8.kernels.common.activation import SWIGLU
+from moefp8.kernels.gemm.sizes import Sizes
 from tests.functional.cases import inputs, run, weights_of
 from tests.functional.experts.records import forward_bytes
 from tests.gpu import NEEDS_GPU, bytes_of_processes

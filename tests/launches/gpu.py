@@ -18,7 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moefp8.kernels import jit
-from moefp8.kernels.gemm import tuned
+from moefp8.kernels.gemm.sm90 import tuned
 
 NUM_SMS = 132  # of an H200
 MAP_BYTES = 128
@@ -201,8 +201,8 @@ class Driver(jit.Driver):
     def on_device(self, device_index: int) -> Any:
         return nullcontext()
 
-    def runs_our_kernels(self, device_index: int) -> bool:
-        return True
+    def arch(self, device_index: int) -> str:
+        return "sm_90a"
 
     def allocate(self, num_bytes: int, stream: int) -> int:
         return self.memory.allocate(num_bytes)

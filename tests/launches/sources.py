@@ -3,8 +3,9 @@
 from pathlib import Path
 
 import moefp8
-from moefp8.kernels.jit.kernel import OPTIONS
+from moefp8.kernels.jit.kernel import options_for
 from moefp8.kernels.jit.source import files_of, without_comments
+from tests.gpu import ARCH
 from tests.launches.record import digest
 
 _ROOT = Path(moefp8.__file__).parent
@@ -21,4 +22,4 @@ def digests() -> dict[str, str]:
     sources = {
         path.relative_to(_ROOT).as_posix(): digest(text_of(path)) for path in _ROOT.rglob("*.cu")
     }
-    return {"options": digest(" ".join(OPTIONS)), **dict(sorted(sources.items()))}
+    return {"options": digest(" ".join(options_for(ARCH))), **dict(sorted(sources.items()))}

@@ -11,8 +11,8 @@ import moefp8
 from moefp8 import FP8Linear, GroupedExperts, MoE, TopKRouter, set_batch_invariant
 from moefp8.adapters import add_lora
 from moefp8.kernels import fp8_gemm_nt
-from moefp8.kernels.gemm.heuristic import choose_config
-from moefp8.kernels.gemm.tuned import ConfigSource, Dense, Table
+from moefp8.kernels.gemm.sm90.heuristic import choose_config
+from moefp8.kernels.gemm.sm90.tuned import ConfigSource, Dense, Table
 from moefp8.quant import quantize_1x128, quantize_128x128
 from tests.gpu import NUM_SMS, on_cpu_and_gpu, on_gpu
 

@@ -14,14 +14,18 @@ import moefp8
 from moefp8 import FP8Linear, GroupedExperts, MoE, TopKRouter
 from moefp8.adapters import add_lora
 from moefp8.kernels import jit
-from moefp8.kernels.gemm import tuned
-from moefp8.kernels.gemm.config import GemmConfig, GroupLayout, with_most_stages
-from moefp8.kernels.gemm.launch import kernel_of
+from moefp8.kernels.gemm.interface import GroupLayout
+from moefp8.kernels.gemm.sm90 import tuned
+from moefp8.kernels.gemm.sm90.config import GemmConfig, with_most_stages
+from moefp8.kernels.gemm.sm90.gemms import Sm90
+from moefp8.kernels.gemm.sm90.launch import kernel_of
 from moefp8.kernels.jit.nvrtc import Nvrtc
+from moefp8.kernels.program import Target
+from moefp8.kernels.targets import target_with
 from moefp8.precompile import layers as ahead
 from moefp8.routing import sigmoid_group_topk, softmax_topk
 from tests.fakes.emulator import Emulator, FakeDriver
-from tests.gpu import on_gpu
+from tests.gpu import ARCH, on_gpu
 from tests.kernels.jit.cases import forget
 from tests.routing.cases import ids_of
 
@@ -305,10 +309,10 @@ def test_after_it_the_first_request_compiles_nothing(compile_no_more, capsys):
         for tokens in range(1, 9):
             run(model, tokens)
         for kernel in gpu.kernels:
-            jit.compile_kernel(kernel)
+            jit.compile_kernel(kernel, ARCH)
         run(model, 1000)
         with pytest.raises(AssertionError, match="is compiled"):
-            jit.compile_kernels(gpu.kernels)
+            jit.compile_kernels(gpu.kernels, ARCH)
 
 
 @on_gpu
@@ -383,7 +387,7 @@ def test_wrong_arguments_are_refused(name, value):
 
 
 @pytest.mark.parametrize("tokens", [5, 40, 64])  # 40 is no first one of its load
-def test_tuned_choices_are_among_them(monkeypatch, tokens):
+def test_tuned_choices_are_among_them(tokens):
     linear = FP8Linear(512, 2000, bias=False, device="meta")
     experts = GroupedExperts(16, 256, 144, device="meta")
     flat = with_most_stages(GemmConfig(64, 128, 0, num_product_buffers=2))
@@ -393,15 +397,13 @@ def test_tuned_choices_are_among_them(monkeypatch, tokens):
     )
     found = {tuned.Dense(2000, 512): {tokens + -tokens % 8: flat}}
     found[tuned.Experts(16, 2, 256, 144)] = {tokens: pair}
-    configs = tuned.ConfigSource(132, 132, tuned.Table(found))
-    monkeypatch.setattr(ahead, "_config_sources", lambda num_sms: [configs])
+    target = Target(ARCH, 132, Sm90(tuned.ConfigSource(132, 132, tuned.Table(found))))
     model = nn.ModuleList([linear, experts])
     expected = {kernel_of(flat, None), *(kernel_of(x, None, GroupLayout.OFFSETS) for x in pair)}
-    assert expected <= kernels_of(model, top_k=2)
-    monkeypatch.undo()
-    assert not expected & kernels_of(model, top_k=2, num_sms=132)
+    assert expected <= kernels_of(model, top_k=2, target=target)
+    assert not expected & kernels_of(model, top_k=2)
 
 
 def test_other_numbers_of_sms_need_other_kernels():
     linear = FP8Linear(7168, 2048, bias=False, device="meta")
-    assert kernels_of(linear, 2000) != kernels_of(linear, 2000, num_sms=78)
+    assert kernels_of(linear, 2000) != kernels_of(linear, 2000, target=target_with(ARCH, 78))

@@ -14,6 +14,7 @@ from moefp8.quant.both import empty_both, quantize_128x128_both, quantize_128x12
 from tests import records
 from tests.fakes import cuda_on_cpu
 from tests.fakes.emulator import FakeDriver
+from tests.gpu import ARCH
 from tests.kernels import nvdisasm
 from tests.quant.both_cases import DTYPES, SHAPES, assert_same, expected_of, run_into, weights
 
@@ -31,7 +32,7 @@ KERNELS = [kernel for dtype in DTYPES for kernel in kernels_of(dtype, 16)]
 def test_every_variant_compiles_and_spills_nothing(tmp_path):
     assert len(KERNELS) == 6
     assert kernels_of(torch.float32, 12) == [KERNELS[-1]]
-    cubins = compile_kernels(KERNELS)
+    cubins = compile_kernels(KERNELS, ARCH)
     for kernel, cubin in zip(KERNELS, cubins, strict=True):
         assert cubin.problems() == []
         registers = int(re.findall(r"Used (\d+) registers", cubin.log)[-1])

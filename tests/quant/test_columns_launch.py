@@ -14,6 +14,7 @@ from moefp8.quant.columns import columns_kernels, quantize_1x128_and_128x1, quan
 from tests import records
 from tests.fakes import cuda_on_cpu
 from tests.fakes.emulator import FakeDriver
+from tests.gpu import ARCH
 from tests.kernels import nvdisasm
 from tests.quant.columns_cases import (
     COUNTS,
@@ -43,7 +44,7 @@ def test_every_variant_compiles_and_spills_nothing(tmp_path):
     assert {*columns_kernels(records.TARGET, DTYPES[0], 8, blocks=False)} == {*KERNELS[2:4]}
     assert {*columns_kernels(records.TARGET, DTYPES[0], 12, blocks=False)} == {*KERNELS[3:4]}
     assert {*columns_kernels(records.TARGET, DTYPES[0], 12, blocks=True)} == {*KERNELS[7:8]}
-    cubins = compile_kernels(KERNELS)
+    cubins = compile_kernels(KERNELS, ARCH)
     for kernel, cubin in zip(KERNELS, cubins, strict=True):
         assert cubin.problems() == []
         registers = int(re.findall(r"Used (\d+) registers", cubin.log)[-1])

@@ -14,6 +14,7 @@ from moefp8.quant.each import quantize_128x128_each_into
 from tests import records
 from tests.fakes import cuda_on_cpu
 from tests.fakes.emulator import FakeDriver
+from tests.gpu import ARCH
 from tests.quant.both_cases import DTYPES, weights
 from tests.quant.each_cases import SHAPES, assert_right, untouched
 
@@ -30,7 +31,7 @@ def test_every_variant_compiles_and_spills_nothing():
     assert len(KERNELS) == 12
     assert kernels_of(torch.float32, 12) == KERNELS[-2:]
     assert kernels_of(torch.float32, 12, transposed=False) == KERNELS[-2:-1]
-    for kernel, cubin in zip(KERNELS, compile_kernels(KERNELS), strict=True):
+    for kernel, cubin in zip(KERNELS, compile_kernels(KERNELS, ARCH), strict=True):
         assert cubin.problems() == []
         registers = int(re.findall(r"Used (\d+) registers", cubin.log)[-1])
         if ", true, " in kernel.name:  # five CTAs of an SM, or three of FP32, as in both.cu

@@ -19,7 +19,7 @@ from moefp8.quant.quantize import (
     quantize_gradient_1x128,
 )
 from tests import records
-from tests.gpu import NUM_SMS, same_bits
+from tests.gpu import ARCH, NUM_SMS, same_bits
 
 DTYPES = torch.bfloat16, torch.float16, torch.float32
 
@@ -32,7 +32,7 @@ def test_every_variant_compiles_and_spills_nothing(dtype):
     kernels = list(dict.fromkeys(room.quantize_kernels(records.TARGET, dtype, 2**20, 128)))
     kernels += [room.kernel_of(room.BLOCK_ROWS, dtype, vectorized) for vectorized in (True, False)]
     assert len(kernels) == 6
-    for kernel, cubin in zip(kernels, compile_kernels(kernels), strict=True):
+    for kernel, cubin in zip(kernels, compile_kernels(kernels, ARCH), strict=True):
         assert cubin.problems() == []
         registers = int(re.findall(r"Used (\d+) registers", cubin.log)[-1])
         if dtype.itemsize == 2 and kernel.name.endswith("true>"):

@@ -14,7 +14,7 @@ from moefp8.quant.transpose import transpose_codes, transpose_codes_into
 from tests import records
 from tests.fakes import cuda_on_cpu
 from tests.fakes.emulator import FakeDriver
-from tests.gpu import same_bits
+from tests.gpu import ARCH, same_bits
 from tests.quant.transpose_cases import LAYOUTS, SHAPES, codes, run_into
 
 KERNELS = list(room.transpose_kernels(records.TARGET, 16))
@@ -26,7 +26,7 @@ KERNELS = list(room.transpose_kernels(records.TARGET, 16))
 def test_every_variant_compiles_and_spills_nothing():
     assert len(KERNELS) == 2
     assert {*room.transpose_kernels(records.TARGET, 24)} == {*KERNELS[1:]}
-    for cubin in compile_kernels(KERNELS):
+    for cubin in compile_kernels(KERNELS, ARCH):
         assert cubin.problems() == []
         registers = int(re.findall(r"Used (\d+) registers", cubin.log)[-1])
         assert registers <= 40  # six CTAs of an SM keep their 16 KB in flight

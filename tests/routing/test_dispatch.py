@@ -37,7 +37,7 @@ from moefp8.testing import sizes
 from tests.fakes import cuda_on_cpu
 from tests.fakes.emulator import FakeDriver
 from tests.functional.cases import ids_here
-from tests.gpu import NUM_SMS
+from tests.gpu import ARCH, NUM_SMS
 from tests.routing.cases import (
     CODE_PLACES,
     DTYPES,
@@ -86,7 +86,7 @@ COMPILED = {**KERNELS, "dispatch": dispatch_kernels(pairs)}
 @pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize("op", COMPILED)
 def test_variants_compile_and_spill_nothing(op):
-    for cubin in compile_kernels(COMPILED[op]):
+    for cubin in compile_kernels(COMPILED[op], ARCH):
         assert cubin.problems() == []
 
 

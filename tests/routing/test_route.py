@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from moefp8 import TopKRouter
-from moefp8.kernels.gemm.tuned import target_of
 from moefp8.kernels.jit import compile_kernels
 from moefp8.kernels.program import Tensor
+from moefp8.kernels.targets import target_of
 from moefp8.routing import logits_launch, sigmoid_group_topk, softmax_topk
 from moefp8.routing.logits_launch import TILES, choose_tile, describe_logits, kernel_of
 from moefp8.routing.route import route, route_kernels
-from tests.gpu import no_synchronisation, on_gpu
+from tests.gpu import ARCH, no_synchronisation, on_gpu
 from tests.records import TARGET, run
 
 SIGMOID = (8, True, 8, 4, True, 2.5)  # k, by_sigmoid, num_groups, topk_groups, renormalize, factor
@@ -96,7 +96,7 @@ def test_wrong_arguments_are_named(change, message):
 @pytest.mark.usefixtures("own_cache")
 def test_every_tile_compiles_and_spills_nothing():
     kernels = list(map(logits_launch.kernel_of, TILES))
-    for kernel, cubin in zip(kernels, compile_kernels(kernels), strict=True):
+    for kernel, cubin in zip(kernels, compile_kernels(kernels, ARCH), strict=True):
         assert not cubin.problems(), (kernel, cubin.problems())
 
 

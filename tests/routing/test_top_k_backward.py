@@ -17,7 +17,7 @@ from moefp8.routing.top_k_backward_launch import (
 )
 from tests.fakes import cuda_on_cpu
 from tests.fakes.emulator import FakeDriver
-from tests.gpu import no_synchronisation, on_gpu
+from tests.gpu import ARCH, no_synchronisation, on_gpu
 from tests.records import run
 from tests.routing.top_k_cases import DTYPES, INF, NAN, Forgets
 from tests.sampling import ALL_KERNELS
@@ -129,7 +129,7 @@ def test_every_variant_compiles_and_spills_nothing(by_sigmoid):
         top_k_backward_launch.kernel_of(size, *kind, by_sigmoid=by_sigmoid)
         for size, kind in (*pairs, *product([most], kinds))
     ]
-    for kernel, cubin in zip(kernels, compile_kernels(kernels), strict=True):
+    for kernel, cubin in zip(kernels, compile_kernels(kernels, ARCH), strict=True):
         assert cubin.problems() == [], kernel
 
 

@@ -16,6 +16,7 @@ from moefp8.routing.top_k import _sigmoid
 from moefp8.routing.top_k_launch import TopKInputs, describe_top_k
 from tests.fakes import cuda_on_cpu
 from tests.fakes.emulator import FakeDriver
+from tests.gpu import ARCH
 from tests.records import run
 from tests.routing.top_k_cases import (
     DTYPES,
@@ -44,7 +45,7 @@ def test_every_variant_compiles_and_spills_nothing(op):
     pairs = product(fewer, kinds) if ALL_KERNELS else zip(fewer, cycle(kinds), strict=False)
     of_op = *pairs, *product([most], kinds)
     kernels = [top_k_launch.kernel_of(op, size, *kind) for size, kind in of_op]
-    for kernel, cubin in zip(kernels, compile_kernels(kernels), strict=True):
+    for kernel, cubin in zip(kernels, compile_kernels(kernels, ARCH), strict=True):
         assert cubin.problems() == [], kernel
 
 

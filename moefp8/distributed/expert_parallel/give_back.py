@@ -13,9 +13,9 @@ import torch
 
 from ...kernels.common.blocks import ceil_div, divisor_of
 from ...kernels.common.prepared import prepared
-from ...kernels.gemm.tuned import target_of
 from ...kernels.jit import Kernel, Launch
 from ...kernels.program import Place, Record, Target, Tensor, Word, prepare_launch
+from ...kernels.targets import target_of
 from .peer_memory import MAX_CHUNKS, PeerMemory
 from .ranks import ALONE, UNITS, WARP, Member, Sizes, unit_of
 

@@ -11,9 +11,9 @@ import torch
 from ...kernels.common.blocks import BLOCK, MIN_AMAX, TMA_BYTES, ceil_div, num_blocks
 from ...kernels.common.checks import INPUTS
 from ...kernels.common.prepared import layout_of, prepared
-from ...kernels.gemm.tuned import target_of
 from ...kernels.jit import Kernel, Launch
 from ...kernels.program import Place, Record, Target, Tensor, Word, layouts, prepare_launch
+from ...kernels.targets import target_of
 from .peer_memory import PeerMemory, Received
 from .ranks import ALONE, UNITS, WARP, Member, Sizes, unit_of
 

@@ -29,10 +29,10 @@ from ...kernels.common.blocks import (
 )
 from ...kernels.common.checks import FLOATS, INPUTS, check_same_device, check_shape, check_tensor
 from ...kernels.common.prepared import layout_of, prepared
-from ...kernels.common.registry import register_inputs
-from ...kernels.gemm.tuned import target_of
 from ...kernels.jit import Kernel, Launch
 from ...kernels.program import Codes, Place, Record, Tensor, layouts, prepare_launches
+from ...kernels.registry import register_inputs
+from ...kernels.targets import target_of
 from ...quant.block_scaled import BlockScaled, dequantize
 from ...quant.columns import empty_columns, num_column_blocks, quantize_128x1
 from ...quant.numerics import quantize_1x128
@@ -270,9 +270,9 @@ activation_columns_backward = register_inputs(
     ActivationColumnsInputs,
     "(Tensor codes, Tensor scale_inv, Tensor gate_up_columns, Tensor gate_up_scale_inv, "
     "Tensor activated_columns, Tensor activated_scale_inv, Tensor grad_weights, Tensor is_first)",
-    cpu=_body,
+    reference=_body,
     fake=_allocate,
-    hopper=_launch,
+    kernels=_launch,
 )
 """The gradient of `activation_rows` times the weights of choices, and the column codes for the
 gradients of W: `ActivationColumnsInputs` -> `ActivationColumnsGradients`. In column codes, rows

@@ -12,7 +12,8 @@ import torch
 
 from ...kernels.common.activation import Activation
 from ...kernels.common.blocks import E4M3
-from ...kernels.common.registry import register_inputs
+from ...kernels.gemm.sizes import Sizes
+from ...kernels.registry import register_inputs
 from ...quant.block_scaled import BlockScaled, dequantize
 from ...quant.quantize import quantize_1x128
 from ...routing.combine import sum_rows
@@ -21,7 +22,6 @@ from ..activation import empty_gate_up
 from ..activation_rows import ActivationGradients, activation_rows, activation_rows_backward
 from ..autograd import first_order, records
 from ..expert_biases import bias_gradients_of_rows, bias_products, empty_bias_gradients
-from ..expert_configs import Sizes
 from ..experts import TRAINED, check_saved_dtype, experts, experts_saving
 from ..experts_records import experts_backward_record, experts_record
 from ..grouped_bf16 import grouped_outer
@@ -85,9 +85,9 @@ trained_experts = register_inputs(
     _OP,
     TrainedExpertsInputs,
     "(Tensor, Tensor)",
-    cpu=_forward,
+    reference=_forward,
     fake=_allocate,
-    hopper=_forward,
+    kernels=_forward,
 )
 """`experts` with the codes of master weights -> (bf16 [T, H]; gate and up of each row, bf16
 [R, 2, I], as in `experts_saving`, or empty without `saves`)."""

@@ -20,19 +20,19 @@ from ...kernels.common.activation import Activation
 from ...kernels.common.blocks import MIN_GRADIENT_AMAX
 from ...kernels.common.checks import FLOATS, check_same_device, check_shape, check_tensor
 from ...kernels.common.prepared import Launches, layout_of
-from ...kernels.common.registry import Written, register, register_inputs
 from ...kernels.gemm.grouped import m_grouped_fp8_gemm_nt_contiguous
 from ...kernels.gemm.k_grouped import k_grouped_gemm
-from ...kernels.gemm.tuned import target_of
+from ...kernels.gemm.sizes import Sizes
 from ...kernels.jit import current_driver
 from ...kernels.program import Codes, Record, layouts, prepare_launches
+from ...kernels.registry import Written, register, register_inputs
+from ...kernels.targets import target_of
 from ...quant.block_scaled import BlockScaled, dequantize
 from ...quant.columns import quantize_128x1, readable
 from ...routing.combine import sum_rows
 from ..activation import readable_saved
 from ..activation_rows import weights_of_rows
 from ..expert_biases import BIAS_INPUTS, BiasGradients, add_bias_gradients, check_bias_gradients
-from ..expert_configs import Sizes
 from ..expert_parts import Choices, TransposedWeights
 from ..grouped_linear import empty_dgrad
 from .activation_columns import ActivationColumnsGradients, activation_columns_backward
@@ -60,9 +60,9 @@ def _dgrad(
 trained_dgrad = register(
     "trained_dgrad(Tensor data, Tensor scale_inv, Tensor weight, Tensor expert_offsets, int parts)"
     " -> Tensor",
-    cpu=_dgrad,
+    reference=_dgrad,
     fake=empty_dgrad,
-    hopper=_dgrad,
+    kernels=_dgrad,
 )
 """bf16 [R, K]: quantized rows times the master weight [E, N, K] of their expert, as in
 `grouped_dgrad`. Rows of no expert are undefined."""
@@ -240,9 +240,9 @@ trained_experts_backward = register_inputs(
     _OP,
     TrainedExpertsBackwardInputs,
     "(Tensor, Tensor)",
-    cpu=_backward,
+    reference=_backward,
     fake=_allocate_backward,
-    hopper=_launch_backward,
+    kernels=_launch_backward,
 )
 """`TrainedExpertsBackwardInputs` -> bf16 dX [T, H] and fp32 [T, k], the gradient of the weights of
 choices; the gradients of gate_up_proj and down_proj go to the given tensors."""

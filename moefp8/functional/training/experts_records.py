@@ -21,14 +21,13 @@ import torch
 
 from ...kernels.common.activation import SWIGLU, Activation
 from ...kernels.common.blocks import BLOCK, MIN_GRADIENT_AMAX, num_blocks, round_up
-from ...kernels.gemm.k_grouped.k_grouped import describe_k_grouped
-from ...kernels.gemm.tuned import ANY_TARGET
+from ...kernels.gemm.sizes import Sizes
 from ...kernels.jit import Kernel
 from ...kernels.program import Codes, Place, Record, Span, Target, Tensor, kernels_of
+from ...kernels.targets import ANY_TARGET
 from ...quant.columns import column_codes, describe_columns, num_column_blocks
 from ...routing.combine import describe_combine
 from ..expert_biases import BIAS_INPUTS, NO_BIASES, BiasGradients, describe_bias_gradients
-from ..expert_configs import Sizes, describe_backward_configs
 from ..expert_parts import BF16_CALL, CallTensors, Choices, TransposedWeights, describe_rows_gemm
 from ..experts_records import describe_grad_activated
 from .activation_columns import describe_activation_columns
@@ -76,7 +75,7 @@ def describe_trained_backward(
     """
     num_rows, h, i = sizes.num_tokens * sizes.top_k, sizes.hidden_size, sizes.intermediate_size
     num_columns = num_column_blocks(num_rows, sizes.num_experts)
-    first, second = describe_backward_configs(r, sizes)
+    first, second = r.target.gemms.experts_backward(r, sizes)
     grad_rows, dispatched, grad_activated = describe_grad_activated(
         r, sizes, first, grad, None, choices.ids, weights.down, expert_offset
     )
@@ -142,16 +141,15 @@ def describe_trained_backward(
         )
         return columns
 
+    k_grouped = r.target.gemms.k_grouped
     options: dict[str, Any] = {"num_tokens": BLOCK * num_columns, "expert_offsets": offsets}
     to_down, to_gate_up = accumulate
     if grad_down is not None:
         columns = gathered("grad_columns", grad, blocks=False)
-        describe_k_grouped(r, columns, activated_columns, grad_down, accumulates=to_down, **options)
+        k_grouped(r, columns, activated_columns, grad_down, accumulates=to_down, **options)
     if grad_gate_up is not None:
         columns = gathered("x_columns", x, blocks=blocks)
-        describe_k_grouped(
-            r, gate_up_columns, columns, grad_gate_up, accumulates=to_gate_up, **options
-        )
+        k_grouped(r, gate_up_columns, columns, grad_gate_up, accumulates=to_gate_up, **options)
 
 
 def trained_backward_record(

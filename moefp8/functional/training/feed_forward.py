@@ -12,7 +12,7 @@ import torch
 
 from ...kernels.common.activation import Activation
 from ...kernels.common.blocks import MIN_AMAX
-from ...kernels.common.registry import register_inputs
+from ...kernels.registry import register_inputs
 from ...quant.columns import quantize_128x1
 from ..activation import activate, activate_grad, empty_gate_up
 from ..autograd import first_order, records
@@ -63,9 +63,9 @@ trained_feed_forward = register_inputs(
     _OP,
     TrainedFeedForwardInputs,
     "(Tensor, Tensor)",
-    cpu=_forward,
+    reference=_forward,
     fake=_allocate,
-    hopper=_forward,
+    kernels=_forward,
 )
 """`feed_forward` with the codes of master weights -> (bf16 [T, H]; gate and up of each token, bf16
 [T, 2, I], as in `feed_forward_saving`, or empty without `saves`)."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ...kernels.common.registry import Op, register
+from ...kernels.registry import Op, register
 from ..transposed import transposed
 
 _aten = torch.ops.aten
@@ -144,7 +144,7 @@ def takes_gathered(op: Op, *names: str) -> None:
         return overload(*weights)
 
     twin = register(
-        f"{name}_of_gathered({with_codes}) -> {returns}", cpu=body, fake=fake, cuda=body
+        f"{name}_of_gathered({with_codes}) -> {returns}", reference=body, fake=fake, cuda=body
     )
 
     def call(*args: Any) -> Any:

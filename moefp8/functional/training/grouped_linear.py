@@ -10,8 +10,8 @@ import torch
 
 from ...kernels.common.blocks import MIN_AMAX, MIN_GRADIENT_AMAX, round_up
 from ...kernels.common.checks import FLOATS, check_same_device, check_tensor
-from ...kernels.common.registry import register_inputs
 from ...kernels.gemm.grouped import m_grouped_fp8_gemm_nt_contiguous
+from ...kernels.registry import register_inputs
 from ...quant.columns import quantize_1x128_and_128x1
 from ...quant.quantize import quantize_1x128
 from ..autograd import first_order, records
@@ -96,9 +96,9 @@ trained_grouped_linear = register_inputs(
     _OP,
     TrainedGroupedInputs,
     "(Tensor, Tensor, Tensor)",
-    cpu=_body,
+    reference=_body,
     fake=_allocate,
-    hopper=_body,
+    kernels=_body,
 )
 """`TrainedGroupedInputs` -> (bf16 rows, column codes of x and their scales)."""
 

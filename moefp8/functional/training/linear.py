@@ -21,14 +21,10 @@ from ...kernels.common.checks import (
     check_tensor,
 )
 from ...kernels.common.prepared import Launches, layout_of, prepared
-from ...kernels.common.registry import Written, register_inputs, without_autocast
 from ...kernels.common.tma_operands import fits
 from ...kernels.gemm.dense import fp8_gemm_nt
 from ...kernels.gemm.k_grouped import k_grouped_gemm
-from ...kernels.gemm.k_grouped.k_grouped import describe_k_grouped
-from ...kernels.gemm.launch import describe_gemm
 from ...kernels.gemm.operands import check_sizes
-from ...kernels.gemm.tuned import dense_config, target_of
 from ...kernels.jit import Kernel, current_driver
 from ...kernels.program import (
     Codes,
@@ -40,6 +36,8 @@ from ...kernels.program import (
     layouts,
     prepare_launches,
 )
+from ...kernels.registry import Written, register_inputs, without_autocast
+from ...kernels.targets import target_of
 from ...quant.columns import (
     column_codes,
     describe_columns,
@@ -158,9 +156,9 @@ trained_linear = register_inputs(
     _OP,
     TrainedLinearInputs,
     "(Tensor, Tensor, Tensor)",
-    cpu=_body,
+    reference=_body,
     fake=_allocate,
-    hopper=_launch,
+    kernels=_launch,
 )
 """`TrainedLinearInputs` -> (bf16 [M, N], column codes of x and their scales, or empty ones)."""
 
@@ -231,9 +229,9 @@ trained_linear_backward = register_inputs(
     _BACKWARD,
     TrainedLinearBackwardInputs,
     "Tensor",
-    cpu=_backward,
+    reference=_backward,
     fake=_allocate_backward,
-    hopper=_launch_backward,
+    kernels=_launch_backward,
 )
 """`TrainedLinearBackwardInputs` -> bf16 dX [M, K]; dW = dY^T X goes to d."""
 
@@ -404,8 +402,7 @@ def describe_forward(
     check_sizes(_OP, m, n, k)
     rows = r.codes("rows", (1, m, k)).first()
     describe_columns(r, x, columns, m, rows=rows, min_amax=min_amax, blocks=blocks)
-    config = dense_config(r, m, n, k, batch_invariant)
-    describe_gemm(r, config, rows, weights, y, m, bias=bias)
+    r.target.gemms.dense(r, rows, weights, y, bias=bias, batch_invariant=batch_invariant)
 
 
 def describe_backward(
@@ -431,7 +428,7 @@ def describe_backward(
         min_amax=MIN_GRADIENT_AMAX,
         batch_invariant=batch_invariant,
     )
-    describe_k_grouped(r, columns, x_columns, d.batched(), m, accumulates=accumulates)
+    r.target.gemms.k_grouped(r, columns, x_columns, d.batched(), m, accumulates=accumulates)
 
 
 def _key_of(*tensors: torch.Tensor | None) -> tuple[object, ...]:

@@ -18,8 +18,7 @@ from ...kernels.common.blocks import (
 )
 from ...kernels.common.checks import FLOATS, check_same_device, check_shape, check_tensor
 from ...kernels.common.prepared import Launches, layout_of, prepared
-from ...kernels.common.registry import register_inputs
-from ...kernels.gemm.tuned import target_of
+from ...kernels.gemm.sizes import Sizes
 from ...kernels.jit import Kernel
 from ...kernels.program import (
     Codes,
@@ -31,10 +30,11 @@ from ...kernels.program import (
     kernels_of,
     prepare_launches,
 )
+from ...kernels.registry import register_inputs
+from ...kernels.targets import target_of
 from ...quant.quantize import quantize_1x128
 from ...routing.dispatch import describe_dispatch, dispatch_rows
 from ...routing.plan import MapPlaces, build_plan
-from ..expert_configs import Sizes
 from ..expert_parts import CallTensors
 
 _OP = "quantized_rows"
@@ -158,9 +158,9 @@ quantized_rows = register_inputs(
     _OP,
     RowsInputs,
     "(Tensor data, Tensor scale_inv, Tensor expert_offsets, Tensor token_to_row)",
-    cpu=_body,
+    reference=_body,
     fake=_allocate,
-    hopper=_launch,
+    kernels=_launch,
 )
 """`RowsInputs` -> `Rows`: a plan of rows, and in each row the gradient of its token, quantized with
 `MIN_GRADIENT_AMAX`. Raises TypeError, ValueError."""

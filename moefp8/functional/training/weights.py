@@ -194,7 +194,7 @@ def codes_of(
 def _capture_of(weight: torch.Tensor) -> int | None:
     """The capture of a graph that the current stream is part of, if any."""
     driver, device_index = current_driver(), weight.get_device()
-    if weight.is_cuda or driver.runs_our_kernels(device_index):
+    if weight.is_cuda or driver.arch(device_index):
         return driver.capture_id(device_index)
     return None
 

@@ -1,1 +1,1 @@
-"""The FP8 GEMM, dense and grouped: device code, configuration, heuristic, launch."""
+"""FP8 GEMMs, dense and grouped: ops, operands, and the interface of a GPU's kernels."""

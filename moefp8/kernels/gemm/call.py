@@ -1,4 +1,4 @@
-"""A call of a GEMM on a Hopper GPU, with tensors of any layout. M tokens, N weights, K; G groups.
+"""A call of a GEMM's kernels, with tensors of any layout. M tokens, N weights, K; G groups.
 
 Nothing here reads device memory: a launch depends on shapes alone, so one CUDA graph serves all
 routings.
@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import torch
 
-from ..common.blocks import BLOCK, TMA_BYTES, ceil_div, round_up
-from ..jit import ARCHITECTURE, Kernel, Launch, current_driver
+from ..common.blocks import TMA_BYTES
+from ..jit import Kernel, current_driver
 from ..program import (
     Codes,
     Place,
@@ -23,23 +23,12 @@ from ..program import (
     prepare_launch,
     prepare_launches,
 )
-from . import heuristic
-from .config import GemmConfig, GroupLayout
-from .launch import (
-    GroupsOfTokens,
-    Sms,
-    describe_gemm,
-    has_more_tiles_than_clusters,
-)
+from ..targets import target_of
+from .interface import GroupLayout
 from .operands import Operands, check_sizes, fitting_operands
-from .segments import ZERO_OF_LIST, describe_segments, list_bytes, most_segments
-from .tile_counter import COUNTER_BYTES, describe_tile_counter
-from .tuned import ConfigSource, target_of
 
 _INPUTS = "a", "a_scales", "b", "b_scales", "d"
 _OLDER = frozenset({"b", "b_scales", "bias", "bounds"})
-LEAST_PRODUCTS = 4e10  # of all groups, from which on a tile counter pays
-_MOST_THAT_COUNT = 2 * BLOCK  # rows; a group's upper limit changes no config above this
 
 _Run = Callable[[int, tuple[int, ...]], None]  # launches on a GPU, with the addresses of a call
 
@@ -168,13 +157,19 @@ def _prepare(call: GemmCall) -> _Run:
     b = Codes.of(operands.b, operands.b_scale_inv, "b")
     d = Tensor.of(operands.d, "d")
     if call.group_layout is None:
-        config = r.target.configs.dense(m, n, k, call.batch_invariant)
-        bias = others.get("bias")
-        describe_gemm(r, config, a, b, d, m, bias=bias, programmatic=call.programmatic)
+        r.target.gemms.dense(
+            r,
+            a,
+            b,
+            d,
+            bias=others.get("bias"),
+            batch_invariant=call.batch_invariant,
+            programmatic=call.programmatic,
+        )
     else:
         if call.group_layout != GroupLayout.MASKED:
             a, d = a.batched(), d.batched()
-        describe_grouped(
+        r.target.gemms.grouped(
             r,
             a,
             b,
@@ -188,116 +183,6 @@ def _prepare(call: GemmCall) -> _Run:
     if len(r.steps) == 1:
         return prepare_launch(r, device_index).on
     return prepare_launches(r, device_index)
-
-
-def prepare_dense(config: GemmConfig, operands: Operands, configs: ConfigSource) -> Launch:
-    """A launch of a dense GEMM with that config, for operands that TMA takes, in their order."""
-    r = Record(Target(ARCHITECTURE, configs.all_sms, configs), _INPUTS, older=_OLDER)
-    a = Codes.of(operands.a, operands.a_scale_inv, "a")
-    b = Codes.of(operands.b, operands.b_scale_inv, "b")
-    d = Tensor.of(operands.d, "d")
-    describe_gemm(r, config, a, b, d, len(operands.a), programmatic=False)
-    return prepare_launch(r, operands.d.get_device())
-
-
-class Grouped(NamedTuple):
-    """The choices of a grouped GEMM that depend on its number of rows.
-
-    tokens: about how many a group has. takes_tiles: see the function of that name.
-    """
-
-    config: GemmConfig
-    tokens: int
-    groups: GroupsOfTokens
-    takes_tiles: bool
-
-    @classmethod
-    def of(
-        cls,
-        layout: GroupLayout,
-        bounds: Place,
-        num_rows: int,
-        b: Codes,
-        tokens: int | None,
-        sms: Sms,
-    ) -> "Grouped":
-        """num_rows: of a, or of a slab. tokens: `expected_m`."""
-        all_groups, n, k = b.data.shape
-        num_groups = most = all_groups
-        mean, limit = ceil_div(num_rows, num_groups), min(num_rows, _MOST_THAT_COUNT)
-        if layout == GroupLayout.ROWS:  # each block of rows counts as a group
-            num_groups = most = most_segments(num_rows)
-            limit = BLOCK
-        elif layout == GroupLayout.SEGMENTS:
-            # A group with tokens has a block or more; its last one is half padding on average.
-            most = most_segments(num_rows)
-            num_groups, mean = min(num_groups, most), max(mean, BLOCK) - BLOCK // 2
-        tokens = min(tokens or mean, BLOCK if layout == GroupLayout.ROWS else num_rows)
-        config = heuristic.choose_grouped_config(
-            tokens, max(tokens, limit), num_groups, n, k, sms.busy, sms.busy == sms.all
-        )
-        groups = GroupsOfTokens(layout, bounds, all_groups, most, config.token_tiles(tokens))
-        takes = takes_tiles(config, tokens, (num_rows, n, k), groups, sms)
-        return cls(config, tokens, groups, takes)
-
-
-def describe_grouped(
-    r: Record,
-    a: Codes,
-    b: Codes,
-    d: Tensor,
-    layout: GroupLayout,
-    bounds: Place,
-    *,
-    bias: Tensor | None = None,
-    expected_m: int | None = None,
-    programmatic: bool = False,
-) -> None:
-    """The GEMM, and before it a step that finds segments or zeroes a tile counter, if need be.
-
-    a, d: with three dimensions. bounds, bias, expected_m, programmatic: as in `GemmCall`.
-    """
-    m, sms = d.shape[-2], r.target.configs.sms
-
-    def choose(num_rows: int) -> Grouped:
-        return Grouped.of(layout, bounds, num_rows, b, expected_m, sms)
-
-    def largest(most: int) -> int:
-        kernels = config, takes
-        for num_rows in _deciding_rows(b.data.shape[0], m, most):
-            other = choose(num_rows)
-            if (other.config, other.takes_tiles) != kernels:
-                return num_rows - 1
-        return most
-
-    config, tokens, groups, takes = choose(m)
-    r.hold(m, largest)
-    if layout == GroupLayout.SEGMENTS:
-        segments = r.buffer("segments", list_bytes(m))
-        describe_segments(r, bounds, segments, m, groups.num_groups, programmatic=programmatic)
-        counter = segments.after(ZERO_OF_LIST) if takes else None
-        groups = groups._replace(bounds=segments, tile_counter=counter)
-    elif takes:
-        counter = r.buffer("tile_counter", COUNTER_BYTES)
-        describe_tile_counter(r, counter, programmatic=programmatic)
-        groups = groups._replace(tile_counter=counter)
-    # A step before the GEMM waits for all earlier kernels, so the GEMM may start before it ends.
-    may_start = programmatic or bool(r.steps)
-    describe_gemm(r, config, a, b, d, tokens, bias=bias, groups=groups, programmatic=may_start)
-
-
-def _deciding_rows(num_groups: int, after: int, most: int) -> Iterator[int]:
-    """All numbers of rows from `after` to `most` where `Grouped` may change, and some others.
-
-    It depends on the mean of the groups, and on the most rows of a group, up to
-    `_MOST_THAT_COUNT`.
-    """
-    num_rows = after
-    while num_rows < most:
-        last_of_mean = round_up(num_rows, num_groups)
-        is_few = num_rows < _MOST_THAT_COUNT or num_rows == last_of_mean
-        num_rows = num_rows + 1 if is_few else min(last_of_mean, most)
-        yield num_rows
 
 
 def grouped_kernels(
@@ -314,29 +199,8 @@ def grouped_kernels(
     def describe(span: Span) -> Record:
         r, m = Record(target, (*_INPUTS, "bias", "bounds"), older=_OLDER, span=span), span.first
         a, b = r.codes("rows", (1, m, k)), Codes.contiguous("b", num_groups, n, k)
-        d = r.matrices("out", (1, m, n), torch.bfloat16)
-        describe_grouped(r, a, b, d, GroupLayout.OFFSETS, Place("bounds"), bias=biases)
+        d, bounds = r.matrices("out", (1, m, n), torch.bfloat16), Place("bounds")
+        target.gemms.grouped(r, a, b, d, GroupLayout.OFFSETS, bounds, bias=biases)
         return r
 
     return kernels_of(describe, most_rows)
-
-
-def takes_tiles(
-    config: GemmConfig, tokens: int, sizes: tuple[int, int, int], groups: GroupsOfTokens, sms: Sms
-) -> bool:
-    """Whether clusters take tiles from a counter, and so end together though tiles are unequal.
-
-    A kernel that zeroes the counter takes a microsecond or two, so there must be many products; the
-    number comes from timings on an H200, see docs/design/grouped.md.
-
-    tokens: about how many a group has, or with ROWS a block of rows, which counts as a group.
-    sizes: M, N, K.
-    """
-    m, n, k = sizes
-    is_rows = groups.layout == GroupLayout.ROWS
-    num_groups = groups.num_segments if is_rows else groups.num_groups
-    if num_groups * tokens * n * k < LEAST_PRODUCTS or num_groups == 1:
-        return False
-    if sms.busy <= config.cluster:  # a lone cluster takes all tiles anyway
-        return False
-    return has_more_tiles_than_clusters(config, num_groups, tokens, (m, n), groups, sms)

@@ -7,7 +7,7 @@ import torch
 
 from ..common.blocks import BLOCK, e4m3_to_float, num_blocks
 from ..common.checks import check_bias
-from ..common.registry import Written, register_inputs
+from ..registry import Written, register_inputs
 from .call import GemmCall, launch_gemm
 from .operands import Operand, Operands, check_operands, check_pairs
 
@@ -98,7 +98,9 @@ def launch_dense(
     launch_gemm(tensors, (_OP, programmatic, d_is_padded, batch_invariant), describe)
 
 
-_fp8_gemm_nt = register_inputs(_OP, DenseInputs, "()", cpu=_body, fake=_check, hopper=launch_dense)
+_fp8_gemm_nt = register_inputs(
+    _OP, DenseInputs, "()", reference=_body, fake=_check, kernels=launch_dense
+)
 
 
 def fp8_gemm_nt(

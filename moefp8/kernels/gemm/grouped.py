@@ -12,10 +12,10 @@ import torch
 
 from ..common.blocks import BLOCK
 from ..common.checks import check_group_bias, check_shape, check_tensor
-from ..common.registry import Written, register_inputs
+from ..registry import Written, register_inputs
 from .call import GemmCall, launch_gemm
-from .config import GroupLayout
 from .dense import block_scaled_matmul, check_recipe
+from .interface import GroupLayout
 from .operands import Operand, Operands, check_operands, check_pairs
 
 _CONTIGUOUS = "m_grouped_fp8_gemm_nt_contiguous"
@@ -195,12 +195,12 @@ _contiguous_op = register_inputs(
     _CONTIGUOUS,
     ContiguousInputs,
     "()",
-    cpu=_contiguous,
+    reference=_contiguous,
     fake=_check_contiguous,
-    hopper=_launch_contiguous,
+    kernels=_launch_contiguous,
 )
 _masked_op = register_inputs(
-    _MASKED, MaskedInputs, "()", cpu=_masked, fake=_check_masked, hopper=_launch_masked
+    _MASKED, MaskedInputs, "()", reference=_masked, fake=_check_masked, kernels=_launch_masked
 )
 
 

@@ -10,7 +10,6 @@ from .cubin import Cubin, JitError
 from .driver import Driver, Function, current_driver, using
 from .graph import LaunchGraph
 from .kernel import (
-    ARCHITECTURE,
     Kernel,
     compile_kernel,
     compile_kernels,
@@ -22,7 +21,6 @@ from .source import source_digest
 from .tma import MAP_BYTES, Box, TensorMaps, join_maps, tensor_map
 
 __all__ = [
-    "ARCHITECTURE",
     "MAP_BYTES",
     "Box",
     "Cubin",

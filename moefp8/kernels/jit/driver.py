@@ -12,7 +12,7 @@ import torch
 
 from ...system.threads import Once
 from .cubin import Cubin
-from .kernel import ARCHITECTURE, Kernel, compile_kernel
+from .kernel import Kernel, compile_kernel
 from .libcuda import INVALID_IMAGE, NO_BINARY_FOR_GPU, UNSUPPORTED_PTX_VERSION, Libcuda
 
 P = TypeVar("P")
@@ -43,6 +43,11 @@ class Function:
         return f"{self.kernel} on cuda:{self.device_index}"
 
 
+def _arch_of(major: int, minor: int) -> str:
+    """The architecture of a compute capability, with all that its GPUs alone have: from 9.0 on."""
+    return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
+
+
 class _ThreadState(threading.local):
     """The prepared launches of one thread."""
 
@@ -62,7 +67,7 @@ class Driver(Libcuda):
         self.max_prepared = max_prepared
         self._functions: Once[tuple[Kernel, int], Function] = Once()
         self._num_sms: dict[int, int] = {}
-        self._is_hopper: dict[int, bool] = {}
+        self._archs: dict[int, str] = {}
         self.num_losses = 0  # how many contexts were lost, with what was made in them
         self.max_sms: int | None = None  # how many SMs GEMMs may use; None: all
         self._thread_state = _ThreadState()
@@ -120,15 +125,17 @@ class Driver(Libcuda):
             self._num_sms[device_index] = int(properties.multi_processor_count)
         return self._num_sms[device_index]
 
-    def runs_our_kernels(self, device_index: int) -> bool:
-        """Whether that GPU is a Hopper: kernels for sm_90a run on nothing else. -1: no GPU."""
-        is_hopper = self._is_hopper.get(device_index)
-        if is_hopper is None:
-            # AMD's GPUs count otherwise, and have reached 9.
+    def arch(self, device_index: int) -> str:
+        """The architecture that kernels for a GPU are compiled for, e.g. "sm_90a"; "" for -1.
+
+        A GPU that is not NVIDIA's has none, "": AMD's compute capabilities mean something else.
+        """
+        arch = self._archs.get(device_index)
+        if arch is None:
             is_nvidia = device_index >= 0 and torch.version.hip is None
-            is_hopper = is_nvidia and torch.cuda.get_device_capability(device_index)[0] == 9
-            self._is_hopper[device_index] = is_hopper
-        return is_hopper
+            arch = _arch_of(*torch.cuda.get_device_capability(device_index)) if is_nvidia else ""
+            self._archs[device_index] = arch
+        return arch
 
     # ---- Functions ----
 
@@ -166,7 +173,7 @@ class Driver(Libcuda):
 
     def _load(self, kernel: Kernel, device_index: int) -> tuple[c_void_p, int]:
         """`handle` and `max_shared_bytes` of a `Function`."""
-        cubin = compile_kernel(kernel)
+        cubin = compile_kernel(kernel, self.arch(device_index))
         name = f"{kernel} on cuda:{device_index}"
         context = self.primary_context(device_index)
         with self.outside_capture(), self.current(context):
@@ -193,10 +200,10 @@ class Driver(Libcuda):
     def _why_not_loaded(self, result: int, device_index: int) -> str:
         if result not in (INVALID_IMAGE, NO_BINARY_FOR_GPU, UNSUPPORTED_PTX_VERSION):
             return ""
-        numbers = (self.device_attribute(device_index, i) for i in _COMPUTE_CAPABILITY)
-        capability = ".".join(map(str, numbers))
-        if capability != "9.0":
-            return f"it is compiled for {ARCHITECTURE}, the GPU has compute capability {capability}"
+        arch = self.arch(device_index)
+        major, minor = (self.device_attribute(device_index, i) for i in _COMPUTE_CAPABILITY)
+        if arch != _arch_of(major, minor):
+            return f"it is compiled for {arch}, the GPU has compute capability {major}.{minor}"
         return (
             f"the driver knows CUDA {self.version()}, and a kernel compiled by CUDA 13 needs "
             "a driver of 580 or newer: install one, or replace nvidia-cuda-nvrtc by "

@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,13 +17,6 @@ from .nvcc import Nvcc
 from .nvrtc import Nvrtc
 from .source import files_of
 
-ARCHITECTURE = "sm_90a"
-OPTIONS = (
-    f"--gpu-architecture={ARCHITECTURE}",
-    "--std=c++20",
-    "--ptxas-options=-v",  # registers and spills, for `Cubin.problems`
-    "--ptxas-options=-warn-spills",
-)
 _FORMAT = 1  # the version of a cache entry's format
 _COMPILE_TIME = re.compile(r"^.*\bCompile time\b.*\n?", re.MULTILINE)
 
@@ -33,9 +26,19 @@ _started: Once[str, Nvrtc | Nvcc] = Once()
 _compiling = ForksWait()
 
 
+def options_for(arch: str) -> tuple[str, ...]:
+    """The compiler's options for an architecture, as NVRTC and nvcc name it: "sm_90a"."""
+    return (
+        f"--gpu-architecture={arch}",
+        "--std=c++20",
+        "--ptxas-options=-v",  # registers and spills, for `Cubin.problems`
+        "--ptxas-options=-warn-spills",
+    )
+
+
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel variant.
+    """One kernel variant, for any architecture whose instructions suffice.
 
     source: the .cu file; `#include "x.cuh"`, in headers too, means the file beside source, else
         the one in `moefp8/kernels/device`.
@@ -52,31 +55,36 @@ class Kernel:
         return f"{self.source.name}: {self.name}"
 
 
-def compile_kernel(kernel: Kernel) -> Cubin:
-    """The cubin, cached or compiled; needs no GPU. Raises JitError with the compiler's log."""
-    return _keyed(kernel)[1]
+def compile_kernel(kernel: Kernel, arch: str) -> Cubin:
+    """The cubin for an architecture, cached or compiled; needs no GPU.
+
+    arch: as NVRTC names it: "sm_90a". Raises JitError with the compiler's log.
+    """
+    return _keyed(kernel, arch)[1]
 
 
-def _keyed(kernel: Kernel) -> tuple[str, Cubin]:
-    program, compiler = _program(kernel), _compiler()
+def _keyed(kernel: Kernel, arch: str) -> tuple[str, Cubin]:
+    program, compiler, options = _program(kernel), _compiler(), options_for(arch)
     pattern = "" if os.environ.get("MOEFP8_INTERLEAVE") == "0" else kernel.interleaving
-    key = _key(program, compiler, pattern)
-    return key, cached(key, lambda: _compile(kernel, program, compiler, pattern))
+    key = _key(program, compiler, options, pattern)
+    return key, cached(key, lambda: _compile(kernel, program, compiler, options, pattern))
 
 
 def compile_kernels(
     kernels: Iterable[Kernel],
+    arch: str,
     num_threads: int | None = None,
     done: Callable[[], object] = lambda: None,
 ) -> list[Cubin]:
-    """Compile by num_threads threads; None: by one for each processor of this process.
+    """Compile for an architecture by num_threads threads; None: by one for each processor of this
+    process.
 
     done: called after each, by any thread. Raises the first JitError once all threads are idle.
     """
     kernels = list(kernels)
 
     def compile_one(kernel: Kernel) -> Cubin:
-        cubin = compile_kernel(kernel)
+        cubin = compile_kernel(kernel, arch)
         done()
         return cubin
 
@@ -85,12 +93,12 @@ def compile_kernels(
         return list(pool.map(compile_one, kernels))  # an error or Ctrl-C cancels what waits
 
 
-def keep_kernels(kernels: Iterable[Kernel]) -> None:
+def keep_kernels(kernels: Mapping[str, Iterable[Kernel]]) -> None:
     """Have compiled kernels on disk, where processes that start later find them.
 
-    Raises JitError, saying why that cannot be.
+    kernels: architecture -> those compiled for it. Raises JitError, saying why that cannot be.
     """
-    keep(dict(map(_keyed, kernels)))
+    keep(dict([_keyed(kernel, arch) for arch, some in kernels.items() for kernel in some]))
 
 
 def num_processors() -> int:
@@ -118,15 +126,21 @@ def compiler_description() -> str:
     return f"{compiler.version.strip()}, {compiler.path}"
 
 
-def _compile(kernel: Kernel, program: Program, compiler: Nvrtc | Nvcc, pattern: str) -> Cubin:
+def _compile(
+    kernel: Kernel,
+    program: Program,
+    compiler: Nvrtc | Nvcc,
+    options: tuple[str, ...],
+    pattern: str,
+) -> Cubin:
     try:
         with _compiling:
-            cubin = compiler.compile(program, OPTIONS)
+            cubin = compiler.compile(program, options)
     except CompileError as error:
         raise JitError(
             f"{kernel} does not compile\n"
             f"source: {kernel.source}\n"
-            f"options: {' '.join(OPTIONS)}\n"
+            f"options: {' '.join(options)}\n"
             f"compiler: {compiler.version}\n{error}"
         ) from None
     log = _COMPILE_TIME.sub("", cubin.log)  # the same kernel is the same bytes, each time
@@ -139,9 +153,9 @@ def _program(kernel: Kernel) -> Program:
     return Program(kernel.name, kernel.source.name, files_of(kernel.source))
 
 
-def _key(program: Program, compiler: Nvrtc | Nvcc, pattern: str) -> str:
+def _key(program: Program, compiler: Nvrtc | Nvcc, options: tuple[str, ...], pattern: str) -> str:
     """A digest of all that the cubin depends on. It runs on every GPU of its architecture."""
     files = sorted(program.files.items())
-    made = [compiler.version, OPTIONS, pattern, VERSION if pattern else None]
+    made = [compiler.version, options, pattern, VERSION if pattern else None]
     parts = [_FORMAT, *made, program.main, program.expression, files]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()

@@ -31,7 +31,7 @@ class Nvrtc:
     def _build(self) -> str:
         """The exact build, which `nvrtcVersion` does not return, from the head of a PTX file."""
         with self._made(Program("", "empty.cu", {"empty.cu": ""})) as handle:
-            self._compile(handle, ["--gpu-architecture=compute_90a"])
+            self._compile(handle, [])
             ptx = self._output("nvrtcGetPTX", handle).decode()
         return " ".join(re.findall(r"\bV\d\S+|\bCL-\d+", ptx)) or ptx
 

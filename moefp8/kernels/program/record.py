@@ -17,7 +17,7 @@ from ..common.tma_operands import can_address
 from ..jit import Kernel, Struct, struct_of
 
 if TYPE_CHECKING:
-    from ..gemm.tuned import ConfigSource
+    from ..gemm.interface import Gemms
 
 
 class Place(NamedTuple):
@@ -167,12 +167,12 @@ class Span:
 class Target(NamedTuple):
     """The GPU that a record is described for.
 
-    arch: as NVRTC names it. num_sms: how many SMs it has. configs: chooses a config for each GEMM.
+    arch: as NVRTC names it. num_sms: how many SMs it has. gemms: describes its GEMMs.
     """
 
     arch: str
     num_sms: int
-    configs: "ConfigSource"
+    gemms: "Gemms"
 
 
 class Address(NamedTuple):

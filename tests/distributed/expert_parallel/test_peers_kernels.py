@@ -38,6 +38,7 @@ from tests.distributed.expert_parallel.peers_cases import (
     placed,
 )
 from tests.fakes.emulator import FakeDriver
+from tests.gpu import ARCH
 from tests.records import launches_of
 from tests.routing.cases import DTYPES
 
@@ -50,7 +51,7 @@ SUMS = [combine_kernel_of(dtype, flag, 2) for dtype, flag in product(DTYPES, FLA
 @pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize("kernels", [PUSH, GIVE_BACK, SUMS], ids=["push", "give back", "sums"])
 def test_every_variant_compiles_and_spills_nothing(kernels):
-    for kernel, cubin in zip(kernels, compile_kernels(kernels), strict=True):
+    for kernel, cubin in zip(kernels, compile_kernels(kernels, ARCH), strict=True):
         assert cubin.problems() == [], kernel
 
 

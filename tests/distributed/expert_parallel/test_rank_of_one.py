@@ -17,7 +17,7 @@ from moefp8.distributed.expert_parallel.experts import ParallelExperts
 from moefp8.distributed.expert_parallel.group import ExpertGroup
 from moefp8.distributed.expert_parallel.local import LocalExperts
 from moefp8.kernels import jit
-from moefp8.kernels.gemm.tuned import ANY_TARGET
+from moefp8.kernels.targets import ANY_TARGET
 from moefp8.precompile.variants import Demand, Exchange
 from moefp8.routing.plan import plan_kernel_of
 from tests.distributed.expert_parallel.local_ranks import group_of_one
@@ -228,7 +228,7 @@ def test_what_is_pushed_again_runs_kernels_that_are_precompiled(gpu, num_tokens)
     ids, scores = torch.zeros(num_tokens, K, dtype=torch.int64), torch.rand(num_tokens, K)
     x = torch.randn(num_tokens, size, dtype=torch.bfloat16, requires_grad=True)
     one, other = (ParallelExperts(group, E) for _ in range(2))
-    demand = Demand(2, frozenset([torch.bfloat16]), ANY_TARGET.configs, backward=True)
+    demand = Demand(2, frozenset([torch.bfloat16]), ANY_TARGET, backward=True)
     needed = Exchange.of(one).kernels(demand, size, are_codes=False)
     transport = group.transport_for([Call(0, 0, E, size, K, num_tokens=num_tokens)], ids)
     transport.dispatch_tokens(x.detach(), scores)

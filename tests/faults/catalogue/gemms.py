@@ -13,14 +13,14 @@ FAULTS = [
         why="a GEMM that was prepared before set_num_sms takes SMs that must stay free",
     ),
     Fault(
-        file="kernels/gemm/launch.py",
+        file="kernels/gemm/sm90/launch.py",
         old="scale_box = config.token_scales, config.k_blocks_per_stage",
         new="scale_box = config.token_scales, 1",
         caught_by=_LAUNCH + "test_what_tma_can_address_is_not_copied[aligned columns-None]",
         why="TMA loads the scales of one block of K, where a stage has two",
     ),
     Fault(
-        file="kernels/gemm/launch.py",
+        file="kernels/gemm/sm90/launch.py",
         old='"weight_scale_stride": b.scale_inv.strides[0],',
         new='"weight_scale_stride": b.scale_inv.strides[1],',
         caught_by="tests/kernels/gemm/test_grouped_launch.py::"
@@ -28,7 +28,7 @@ FAULTS = [
         why="the weights of a group are multiplied by scales of the first group",
     ),
     Fault(
-        file="kernels/gemm/launch.py",
+        file="kernels/gemm/sm90/launch.py",
         old='early = [b.data.place, b.scale_inv.place, arguments["bias"]]',
         new='early = [a.data.place, b.data.place, b.scale_inv.place, arguments["bias"]]',
         caught_by="tests/functional/test_linear.py::"
@@ -47,12 +47,12 @@ FAULTS = [
         file="kernels/gemm/segments.py",
         old="ZERO_OF_LIST = 4",
         new="ZERO_OF_LIST = 0",
-        caught_by="tests/kernels/gemm/test_tile_counter.py::"
+        caught_by="tests/kernels/gemm/sm90/test_tile_counter.py::"
         "test_the_counter_is_memory_of_each_call_and_zeroed_before[False-kSegments]",
         why="clusters count tiles in the word that says how many segments there are",
     ),
     Fault(
-        file="kernels/gemm/tile_counter.cu",
+        file="kernels/gemm/sm90/tile_counter.cu",
         old="  wait_for_previous_kernel();\n",
         new="",
         caught_by="tests/kernels/test_launch_order.py::"
@@ -60,7 +60,7 @@ FAULTS = [
         why="a kernel writes memory that the kernel before it may still use",
     ),
     Fault(
-        file="kernels/gemm/k_grouped/k_grouped.py",
+        file="kernels/gemm/sm90/k_grouped/launch.py",
         old="box_m = config.tile_m // config.multicast",
         new="box_m = config.tile_m",
         caught_by="tests/kernels/gemm/k_grouped/test_launch.py::"

@@ -14,7 +14,7 @@ from moefp8.kernels.jit import compile_kernels
 from tests.fakes import cuda_on_cpu
 from tests.fakes.emulator import FakeDriver, emulated
 from tests.functional.activation.cases import ACTIVATIONS, CASES, Made, check, make, run
-from tests.gpu import on_gpu
+from tests.gpu import ARCH, on_gpu
 from tests.sampling import ALL_KERNELS
 
 DTYPES = torch.bfloat16, torch.float16, torch.float32
@@ -33,7 +33,7 @@ HALF = Activation(limit=0.5)
 
 @pytest.mark.usefixtures("own_cache")
 def test_every_variant_compiles_and_spills_nothing():
-    for cubin in compile_kernels(KERNELS):
+    for cubin in compile_kernels(KERNELS, ARCH):
         assert cubin.problems() == []
         registers = int(re.findall(r"Used (\d+) registers", cubin.log)[-1])
         assert registers <= 48  # ten CTAs of an SM

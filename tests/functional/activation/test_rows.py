@@ -27,7 +27,7 @@ from tests.functional.activation.cases import (
     sizes_of_terms,
     slack_of,
 )
-from tests.gpu import on_cpu_and_gpu, on_gpu, poison
+from tests.gpu import ARCH, on_cpu_and_gpu, on_gpu, poison
 from tests.records import TARGET
 from tests.routing.cases import ids_of
 
@@ -57,7 +57,7 @@ def assert_activates(gate_up: torch.Tensor, activation: Activation) -> None:
 
 @pytest.mark.usefixtures("own_cache")
 def test_they_compile_and_spill_nothing():
-    for cubin in compile_kernels(KERNELS):
+    for cubin in compile_kernels(KERNELS, ARCH):
         assert cubin.problems() == []
         assert int(re.findall(r"Used (\d+) registers", cubin.log)[-1]) <= 40
 

@@ -1,7 +1,7 @@
 """The memory of expert layers of given sizes."""
 
-from moefp8.functional.expert_configs import Sizes
 from moefp8.functional.experts_records import experts_backward_record, experts_record
+from moefp8.kernels.gemm.sizes import Sizes
 from moefp8.kernels.program import place
 
 

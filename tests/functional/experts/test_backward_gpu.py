@@ -11,10 +11,10 @@ import torch
 
 from moefp8.functional import expert_parts
 from moefp8.functional import parts as parts_room
-from moefp8.functional.expert_configs import Sizes
 from moefp8.functional.experts import ExpertsInputs, launch_experts
 from moefp8.kernels import set_num_sms
 from moefp8.kernels.common.activation import KINDS, SWIGLU, Activation
+from moefp8.kernels.gemm.sizes import Sizes
 from moefp8.testing import assert_matches_reference
 from tests.functional.cases import (
     DOWN_FAMILIES,

@@ -8,8 +8,8 @@ import torch
 
 from moefp8 import GroupedExperts, kernels
 from moefp8.functional import parts as parts_room
-from moefp8.functional.expert_configs import Sizes
 from moefp8.kernels.common.activation import SWIGLU, Activation
+from moefp8.kernels.gemm.sizes import Sizes
 from moefp8.quant import quantize_1x128
 from tests.fakes.emulator import emulated
 from tests.functional.cases import (

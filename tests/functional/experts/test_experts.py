@@ -10,7 +10,7 @@ import moefp8
 from moefp8 import GroupedExperts, MoE
 from moefp8.functional.experts import experts as op
 from moefp8.kernels.common.activation import KINDS, SWIGLU, Activation
-from moefp8.kernels.common.registry import as_in_schema
+from moefp8.kernels.registry import as_in_schema
 from moefp8.testing import relative_error, routings, sizes
 from tests import naive
 from tests.functional.cases import (

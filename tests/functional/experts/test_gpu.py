@@ -9,9 +9,9 @@ import moefp8
 from moefp8 import GroupedExperts
 from moefp8.functional import expert_parts
 from moefp8.functional import parts as parts_room
-from moefp8.functional.expert_configs import Sizes
 from moefp8.kernels import set_num_sms
 from moefp8.kernels.common.activation import KINDS, SWIGLU, Activation
+from moefp8.kernels.gemm.sizes import Sizes
 from tests.functional.cases import (
     EXPERTS_FAMILIES,
     GATE_UP_FAMILIES,

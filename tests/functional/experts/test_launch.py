@@ -5,15 +5,11 @@ import torch
 
 from moefp8 import kernels
 from moefp8.functional import parts as parts_room
-from moefp8.functional.expert_configs import (
-    Sizes,
-    choose_experts_configs,
-    experts_configs,
-    mean_load,
-)
 from moefp8.kernels.common.activation import SWIGLU, Activation
-from moefp8.kernels.gemm.config import GroupLayout
-from moefp8.kernels.gemm.tuned import ConfigSource
+from moefp8.kernels.gemm.interface import GroupLayout
+from moefp8.kernels.gemm.sizes import Sizes, mean_load
+from moefp8.kernels.gemm.sm90.expert_configs import choose_experts_configs, experts_configs
+from moefp8.kernels.gemm.sm90.tuned import ConfigSource
 from tests.fakes.emulator import emulated
 from tests.functional.cases import (
     DOWN_FAMILIES,

@@ -6,18 +6,13 @@ import pytest
 import torch
 
 from moefp8.functional import parts as parts_room
-from moefp8.functional.expert_configs import Sizes
 from moefp8.functional.expert_parts import CallTensors
-from moefp8.functional.experts import (
-    ExpertsInputs,
-    experts,
-    experts_saving,
-    routed_experts,
-)
+from moefp8.functional.experts import ExpertsInputs, experts, experts_saving, routed_experts
 from moefp8.functional.experts_backward import experts_backward
 from moefp8.functional.experts_records import experts_kernels
 from moefp8.kernels import E4M3
 from moefp8.kernels.common.activation import SWIGLU
+from moefp8.kernels.gemm.sizes import Sizes
 from tests.functional.cases import tokens_of, weights_of
 from tests.functional.experts.quantized_cases import (
     SHAPES,

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from moefp8.functional import parts as parts_room
-from moefp8.functional.expert_configs import Sizes
 from moefp8.kernels.common.activation import SWIGLU
+from moefp8.kernels.gemm.sizes import Sizes
 from tests.functional.cases import tokens_of
 from tests.functional.experts.backward_cases import Case, case
 from tests.functional.experts.quantized_cases import (

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from moefp8 import GroupedExperts
-from moefp8.functional.expert_configs import Sizes
 from moefp8.kernels.common.activation import SWIGLU
+from moefp8.kernels.gemm.sizes import Sizes
 from moefp8.testing import assert_matches_reference
 from tests.functional.cases import Weights, body, run, weights_of
 from tests.functional.experts.records import forward_bytes

@@ -35,7 +35,7 @@ from tests.functional.training.activation_columns_cases import (
     make,
     run,
 )
-from tests.gpu import on_cpu_and_gpu, on_gpu, poison
+from tests.gpu import ARCH, on_cpu_and_gpu, on_gpu, poison
 from tests.sampling import ALL_KERNELS
 
 DTYPES = torch.bfloat16, torch.float16, torch.float32
@@ -147,7 +147,7 @@ def test_bad_input_is_named():
 @pytest.mark.usefixtures("own_cache")
 def test_every_variant_compiles_and_spills_nothing():
     assert len(KERNELS) == (20 if ALL_KERNELS else 14)
-    for cubin in compile_kernels(KERNELS):
+    for cubin in compile_kernels(KERNELS, ARCH):
         assert cubin.problems() == []
         registers = int(re.findall(r"Used (\d+) registers", cubin.log)[-1])
         assert registers <= 128  # two CTAs of an SM
@@ -162,7 +162,7 @@ def test_shared_memory_is_as_large_as_the_kernel_takes_it(tmp_path):
         size = room.shared_bytes_of(is_fp8=is_fp8)
         text += f"\nstatic_assert(sizeof(Memory<{str(is_fp8).lower()}>) == {size});"
     (tmp_path / "sizes.cu").write_text(text)
-    jit.compile_kernel(jit.Kernel(tmp_path / "sizes.cu", kernel.name))
+    jit.compile_kernel(jit.Kernel(tmp_path / "sizes.cu", kernel.name), ARCH)
 
 
 @pytest.fixture(scope="module")

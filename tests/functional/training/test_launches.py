@@ -10,9 +10,9 @@ from torch import nn
 import moefp8
 from moefp8 import FP8Linear, GroupedExperts
 from moefp8.functional import parts as parts_room
-from moefp8.functional.expert_configs import Sizes
 from moefp8.functional.training.experts_records import trained_backward_record
 from moefp8.kernels import jit, program
+from moefp8.kernels.gemm.sizes import Sizes
 from moefp8.layers.moe import SharedExperts
 from tests.fakes.emulator import FakeDriver
 

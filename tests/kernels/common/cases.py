@@ -9,7 +9,7 @@ from moefp8 import FP8Linear, GroupedExperts
 from moefp8.functional.experts import experts
 from moefp8.functional.linear import fp8_linear
 from moefp8.kernels.common.activation import SWIGLU
-from moefp8.kernels.gemm.config import GroupLayout
+from moefp8.kernels.gemm.interface import GroupLayout
 from moefp8.quant import numerics
 from tests.kernels.gemm import grouped_cases
 from tests.layers.cases import assert_matches_up_to_codes

@@ -12,7 +12,7 @@ from moefp8.functional.experts import experts
 from moefp8.functional.feed_forward import feed_forward
 from moefp8.functional.linear import fp8_linear
 from moefp8.kernels.common.activation import SWIGLU
-from moefp8.kernels.gemm.config import GroupLayout
+from moefp8.kernels.gemm.interface import GroupLayout
 from moefp8.kernels.gemm.operands import Operands
 from moefp8.quant import quantize_1x128, quantize_128x128
 from tests.kernels.gemm import grouped_cases

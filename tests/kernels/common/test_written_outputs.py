@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moefp8.kernels.gemm.config import GroupLayout
+from moefp8.kernels.gemm.interface import GroupLayout
 from moefp8.kernels.gemm.operands import Operands
 from tests.gpu import NEEDS_GPU
 from tests.kernels.gemm.grouped_cases import operands, routing_of, run_op

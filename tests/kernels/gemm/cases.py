@@ -11,11 +11,10 @@ from unittest import mock
 import torch
 
 from moefp8 import kernels
-from moefp8.functional import expert_configs
 from moefp8.kernels import fp8_gemm_nt, jit, round_up
-from moefp8.kernels.gemm import heuristic
-from moefp8.kernels.gemm.config import GemmConfig, with_most_stages
 from moefp8.kernels.gemm.operands import Operands
+from moefp8.kernels.gemm.sm90 import expert_configs, heuristic
+from moefp8.kernels.gemm.sm90.config import GemmConfig, with_most_stages
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy

@@ -19,10 +19,11 @@ from moefp8.kernels import (
     num_blocks,
     tma_aligned,
 )
-from moefp8.kernels.gemm import call, grouped
+from moefp8.kernels.gemm import grouped
 from moefp8.kernels.gemm.call import GemmCall
-from moefp8.kernels.gemm.config import GroupLayout
+from moefp8.kernels.gemm.interface import GroupLayout
 from moefp8.kernels.gemm.operands import Operands
+from moefp8.kernels.gemm.sm90 import grouped_launch
 from tests import naive
 
 if TYPE_CHECKING:
@@ -258,7 +259,7 @@ def taking_tiles(always: bool) -> Iterator[None]:
     prepared = jit.current_driver().prepared()
     prepared.clear()
     try:
-        with mock.patch.object(call, "takes_tiles", return_value=always):
+        with mock.patch.object(grouped_launch, "takes_tiles", return_value=always):
             yield
     finally:
         prepared.clear()

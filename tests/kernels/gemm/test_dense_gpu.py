@@ -8,13 +8,12 @@ import torch
 
 from moefp8 import FP8Linear, kernels
 from moefp8.kernels import fp8_gemm_nt
-from moefp8.kernels.gemm import heuristic
-from moefp8.kernels.gemm.config import with_most_stages
-from moefp8.kernels.gemm.launch import band
 from moefp8.kernels.gemm.operands import Operands
+from moefp8.kernels.gemm.sm90 import heuristic
+from moefp8.kernels.gemm.sm90.config import with_most_stages
+from moefp8.kernels.gemm.sm90.launch import band
 from moefp8.quant import quantize_1x128, quantize_128x128
 from tests.gpu import NEEDS_GPU, NEEDS_TWO_GPUS, no_synchronisation, slow
-from tests.kernels.gemm import families
 from tests.kernels.gemm.cases import BIASES, NAN, choosing, run_gemm
 from tests.kernels.gemm.gpu_cases import (
     SOME_SHAPES,
@@ -24,6 +23,7 @@ from tests.kernels.gemm.gpu_cases import (
     run_dense_and_check,
 )
 from tests.kernels.gemm.grouped_cases import dense, launch
+from tests.kernels.gemm.sm90 import families
 
 pytestmark = NEEDS_GPU
 

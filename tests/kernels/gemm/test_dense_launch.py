@@ -3,8 +3,8 @@
 import pytest
 
 from moefp8 import kernels
-from moefp8.kernels.gemm import launch as gemm_launch
-from moefp8.kernels.gemm.config import GemmConfig
+from moefp8.kernels.gemm.sm90 import launch as gemm_launch
+from moefp8.kernels.gemm.sm90.config import GemmConfig
 from tests.fakes.emulator import emulated
 from tests.kernels.gemm.cases import filled, flat, run_gemm
 from tests.kernels.gemm.grouped_cases import dense, launch_and_compare, operands

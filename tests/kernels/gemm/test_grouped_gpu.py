@@ -4,11 +4,10 @@ import pytest
 import torch
 
 from moefp8 import kernels
-from moefp8.kernels.gemm.config import GroupLayout
+from moefp8.kernels.gemm.interface import GroupLayout
 from moefp8.kernels.gemm.operands import Operands
 from moefp8.quant import quantize_1x128, quantize_128x128
 from tests.gpu import NEEDS_GPU, no_synchronisation, slow
-from tests.kernels.gemm import families
 from tests.kernels.gemm.cases import choosing
 from tests.kernels.gemm.gpu_cases import MULTICAST, assert_right, launch_and_compare, on_gpu, random
 from tests.kernels.gemm.grouped_cases import (
@@ -20,6 +19,7 @@ from tests.kernels.gemm.grouped_cases import (
     routing_of,
     routings_of_384_rows,
 )
+from tests.kernels.gemm.sm90 import families
 
 pytestmark = NEEDS_GPU
 LAYOUTS = tuple(GroupLayout)

@@ -5,13 +5,12 @@ import torch
 
 from moefp8 import kernels
 from moefp8.kernels import jit, m_grouped_fp8_gemm_nt_contiguous, m_grouped_fp8_gemm_nt_masked
-from moefp8.kernels.gemm import heuristic
-from moefp8.kernels.gemm.config import GroupLayout
+from moefp8.kernels.gemm.interface import GroupLayout
 from moefp8.kernels.gemm.operands import Operands
+from moefp8.kernels.gemm.sm90 import heuristic
 from tests.fakes.emulated_gemm import layout_of
 from tests.fakes.emulator import emulated
 from tests.gpu import NUM_SMS
-from tests.kernels.gemm import families
 from tests.kernels.gemm.grouped_cases import (
     UNTOUCHED,
     by_offsets,
@@ -26,6 +25,7 @@ from tests.kernels.gemm.grouped_cases import (
     routings_of_384_rows,
     run_op,
 )
+from tests.kernels.gemm.sm90 import families
 
 LAYOUTS = tuple(GroupLayout)
 

@@ -9,13 +9,12 @@ from hypothesis import strategies as st
 
 from moefp8 import kernels
 from moefp8.kernels import jit
-from moefp8.kernels.gemm import heuristic
-from moefp8.kernels.gemm.config import GroupLayout
+from moefp8.kernels.gemm.interface import GroupLayout
 from moefp8.kernels.gemm.operands import Operands
+from moefp8.kernels.gemm.sm90 import heuristic
 from moefp8.testing import sizes
 from tests.fakes.emulator import emulated
 from tests.gpu import NUM_SMS
-from tests.kernels.gemm import families
 from tests.kernels.gemm.cases import (
     BIASES,
     GROUPED_PLACES,
@@ -41,6 +40,7 @@ from tests.kernels.gemm.grouped_cases import (
     routing_of,
     run_op,
 )
+from tests.kernels.gemm.sm90 import families
 
 DENSE_AND_GROUPED = (None, GroupLayout.OFFSETS)
 

@@ -8,11 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moefp8 import kernels
-from moefp8.kernels.gemm.config import GroupLayout
+from moefp8.kernels.gemm.interface import GroupLayout
 from moefp8.testing import sizes
 from tests.gpu import NEEDS_GPU, NEEDS_TWO_GPUS
 from tests.kernels.gemm.cases import BIASES, choosing, placements
-from tests.kernels.gemm.families import GROUPED_FAMILIES
 from tests.kernels.gemm.gpu_cases import MULTICAST, SOME_SHAPES, launch_and_compare, on_gpu
 from tests.kernels.gemm.grouped_cases import (
     LAYOUTS,
@@ -26,6 +25,7 @@ from tests.kernels.gemm.grouped_cases import (
     routing_of,
     run_op,
 )
+from tests.kernels.gemm.sm90.families import GROUPED_FAMILIES
 
 pytestmark = NEEDS_GPU
 

@@ -5,13 +5,14 @@ import torch
 
 from moefp8.kernels import jit, m_grouped_fp8_gemm_nt_contiguous
 from moefp8.kernels.gemm import segments
-from moefp8.kernels.gemm.config import GroupLayout
 from moefp8.kernels.gemm.grouped import finds_segments
+from moefp8.kernels.gemm.interface import GroupLayout
 from moefp8.kernels.program import Place
 from tests.fakes import cuda_on_cpu
 from tests.fakes.emulated_gemm import layout_of as layout_of_gemm
 from tests.fakes.emulated_gemm import list_of_segments
 from tests.fakes.emulator import FakeDriver
+from tests.gpu import ARCH
 from tests.kernels.gemm.grouped_cases import by_rows, expected_of, operands, run_op
 from tests.kernels.gemm.segments_cases import (
     LAYOUTS,
@@ -92,7 +93,7 @@ def test_the_emulator_finds_the_same(name):
 
 @pytest.mark.usefixtures("own_cache")
 def test_the_kernel_compiles_and_spills_nothing():
-    assert jit.compile_kernel(segments.kernel_of()).problems() == []
+    assert jit.compile_kernel(segments.kernel_of(), ARCH).problems() == []
 
 
 @pytest.mark.parametrize(

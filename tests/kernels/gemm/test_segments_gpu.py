@@ -5,8 +5,8 @@ import torch
 
 from moefp8.kernels import m_grouped_fp8_gemm_nt_contiguous, tma_aligned
 from moefp8.kernels.gemm import segments
-from moefp8.kernels.gemm.config import GroupLayout
 from moefp8.kernels.gemm.grouped import finds_segments
+from moefp8.kernels.gemm.interface import GroupLayout
 from moefp8.kernels.program import Place
 from tests.gpu import NEEDS_GPU, no_synchronisation, poison
 from tests.kernels.gemm.gpu_cases import assert_right, launch_and_compare, on_gpu, random

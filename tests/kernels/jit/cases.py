@@ -12,6 +12,7 @@ import pytest
 import moefp8
 from moefp8.kernels import jit
 from moefp8.kernels.jit import cache
+from tests.gpu import ARCH
 
 SOURCE = """
 #include "value.cuh"
@@ -40,7 +41,7 @@ def symbol_of(number: int) -> str:
 
 def symbols_of(kernels: Sequence[jit.Kernel]) -> list[str]:
     """Compile in another process, which can import this module."""
-    return [jit.compile_kernel(kernel).symbol for kernel in kernels]
+    return [jit.compile_kernel(kernel, ARCH).symbol for kernel in kernels]
 
 
 def forget() -> None:
@@ -104,7 +105,7 @@ kernel.Nvrtc.compile = compile_and_tell
 def fill(*numbers):
     source = pathlib.Path(sys.argv[2])
     kernels = [kernel.Kernel(source, f"a::fill<{i}>") for i in numbers]
-    return [cubin.symbol for cubin in kernel.compile_kernels(kernels, num_threads=2)]
+    return [cubin.symbol for cubin in kernel.compile_kernels(kernels, "sm_90a", num_threads=2)]
 def exit_code_of_child(function):
     child = os.fork()
     if child == 0:

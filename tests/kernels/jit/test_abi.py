@@ -11,6 +11,7 @@ import moefp8
 from moefp8.kernels.common.blocks import divisor_of
 from moefp8.kernels.jit import JitError, Kernel, Struct, compile_kernel, offset_of, struct_of
 from moefp8.kernels.jit.source import files_of
+from tests.gpu import ARCH
 
 PACKAGE = Path(moefp8.__file__).parent
 SOURCES = sorted(PACKAGE.rglob("*.cu"))
@@ -67,7 +68,7 @@ def assert_fits(struct: type[Struct], source: Path, folder: Path) -> None:
     checks = "\n".join(f"static_assert({check});" for check in checks_of(struct))
     main = folder / "checks.cu"
     main.write_text(f'#include "{source.name}"\n{TYPES}{checks}\n__global__ void nothing() {{}}\n')
-    compile_kernel(Kernel(main, "nothing"))
+    compile_kernel(Kernel(main, "nothing"), ARCH)
 
 
 @pytest.mark.usefixtures("own_cache")

@@ -10,6 +10,7 @@ import torch
 
 from moefp8.kernels import jit
 from moefp8.kernels.jit import launch
+from tests.gpu import ARCH
 from tests.kernels.jit.cases import symbol_of, write_kernel
 
 pytestmark = pytest.mark.usefixtures("fresh_jit")
@@ -91,6 +92,9 @@ class HostDriver(jit.Driver):
 
     def current_device(self) -> int:
         return 0
+
+    def arch(self, device_index: int) -> str:
+        return ARCH
 
     @contextmanager
     def on_device(self, device_index: int) -> Iterator[None]:

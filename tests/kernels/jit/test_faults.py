@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from moefp8.kernels import jit
+from tests.gpu import ARCH
 from tests.kernels.jit.cases import (
     CUBIN,
     ENTRY,
@@ -123,7 +124,7 @@ def test_without_a_folder_it_works_from_memory_and_says_so_once(
     kernels = [write_kernel(tmp_path, f"a::fill<{i}>") for i in (1, 2, 1)]
     message = f"^moefp8: .*{told}.*; set MOEFP8_CACHE_DIR to a folder of your own"
     with pytest.warns(UserWarning, match=message) as caught:
-        cubins = jit.compile_kernels(kernels, num_threads=1)
+        cubins = jit.compile_kernels(kernels, ARCH, num_threads=1)
     assert len(caught) == 1
     assert cubins[0] is cubins[2]
     assert compiles == ["a::fill<1>", "a::fill<2>"]

@@ -9,6 +9,7 @@ import pytest
 
 from moefp8.kernels import jit
 from moefp8.kernels.jit import cache
+from tests.gpu import ARCH
 from tests.kernels.jit.cases import (
     CUBIN,
     PATIENCE_S,
@@ -30,7 +31,7 @@ def test_threads_compile_each_kernel_once(tmp_path, compiles):
 
     def ask(i):
         barrier.wait(PATIENCE_S)
-        return jit.compile_kernel(kernels[i % 3])
+        return jit.compile_kernel(kernels[i % 3], ARCH)
 
     with ThreadPoolExecutor(12) as pool:
         cubins = list(pool.map(ask, range(12)))
@@ -52,7 +53,7 @@ def test_different_keys_build_at_the_same_time():
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_a_child_compiles_too(tmp_path, folder, method):
     old, new = (write_kernel(tmp_path, f"a::fill<{i}>") for i in (1, 2))
-    jit.compile_kernel(old)
+    jit.compile_kernel(old, ARCH)
     before = {path: path.stat().st_ino for path in folder.iterdir()}
     with warnings.catch_warnings():
         # Python dislikes forks of processes with threads.

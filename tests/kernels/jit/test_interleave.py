@@ -5,13 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from moefp8.functional.expert_configs import choose_experts_configs
 from moefp8.kernels import jit
-from moefp8.kernels.gemm import heuristic
-from moefp8.kernels.gemm.config import GroupLayout
-from moefp8.kernels.gemm.launch import kernel_of
+from moefp8.kernels.gemm.interface import GroupLayout
+from moefp8.kernels.gemm.sm90 import heuristic
+from moefp8.kernels.gemm.sm90.expert_configs import choose_experts_configs
+from moefp8.kernels.gemm.sm90.launch import kernel_of
 from moefp8.kernels.jit.elf import code_ranges
 from moefp8.kernels.jit.interleave import interleaved, promotions
+from tests.gpu import ARCH
 from tests.kernels.nvdisasm import Instruction, instructions_of
 
 YIELD, REUSE = 1 << 45, 7 << 58
@@ -34,7 +35,7 @@ def image(request, tmp_path_factory) -> bytes:
     """The cubin as the compiler made it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MOEFP8_INTERLEAVE", "0")
-        return jit.compile_kernel(kernels()[request.param]).image
+        return jit.compile_kernel(kernels()[request.param], ARCH).image
 
 
 def is_promotion(opcode: str, operands: list[str]) -> bool:
@@ -118,7 +119,7 @@ def test_twice_is_as_once(image):
 
 
 def test_without_a_promotion_nothing_changes(tmp_path):
-    image = jit.compile_kernel(jit.Kernel(gemm_source(tmp_path), "nothing")).image
+    image = jit.compile_kernel(jit.Kernel(gemm_source(tmp_path), "nothing"), ARCH).image
     assert list(promotions(image)) == []
     assert interleaved(image, "0") == image
 
@@ -135,12 +136,12 @@ def gemm_source(folder: Path) -> Path:
 def test_it_can_be_switched_off(monkeypatch):
     kernel = kernels()["dense, 4096 tokens"]
     monkeypatch.setenv("MOEFP8_INTERLEAVE", "0")
-    plain = jit.compile_kernel(kernel).image
+    plain = jit.compile_kernel(kernel, ARCH).image
     monkeypatch.setenv("MOEFP8_INTERLEAVE", "1")
-    made = jit.compile_kernel(kernel).image
+    made = jit.compile_kernel(kernel, ARCH).image
     assert made == interleaved(plain, kernel.interleaving) != plain
     monkeypatch.delenv("MOEFP8_INTERLEAVE")
-    assert jit.compile_kernel(kernel).image == made
+    assert jit.compile_kernel(kernel, ARCH).image == made
 
 
 @pytest.mark.usefixtures("fresh_jit")
@@ -151,12 +152,14 @@ def test_pattern_and_pass_are_part_of_the_key(tmp_path, monkeypatch):
         return len(list((tmp_path / "cache").glob("*.cubin")))
 
     for expected, pattern in enumerate(("", "01", "011"), start=1):
-        jit.compile_kernel(jit.Kernel(source, "nothing", pattern))
+        jit.compile_kernel(jit.Kernel(source, "nothing", pattern), ARCH)
         assert num_entries() == expected
     monkeypatch.setattr("moefp8.kernels.jit.kernel.VERSION", 1000)
-    jit.compile_kernel(jit.Kernel(source, "nothing", "011"))
+    jit.compile_kernel(jit.Kernel(source, "nothing", "011"), ARCH)
     assert num_entries() == 4
-    jit.compile_kernel(jit.Kernel(source, "nothing"))  # as compiled: the same whatever the pass
+    jit.compile_kernel(
+        jit.Kernel(source, "nothing"), ARCH
+    )  # as compiled: the same whatever the pass
     assert num_entries() == 4
 
 

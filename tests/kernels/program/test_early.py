@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from moefp8.kernels.common.blocks import E4M3
-from moefp8.kernels.gemm.launch import describe_gemm
 from moefp8.kernels.program import Codes, Record, check_early
 from moefp8.routing.combine import describe_combine
 from moefp8.routing.logits_launch import Sums
@@ -23,8 +22,7 @@ def gemm(r: Record, written: str) -> None:
     )
     bias = r.matrices("bias", (1, 1, 128), torch.float32).first().first()
     copy(r, "x", written)
-    config = TARGET.configs.dense(8, 128, 256, False)
-    describe_gemm(r, config, rows.first(), weights.first(), product.first(), 8, bias=bias)
+    TARGET.gemms.dense(r, rows.first(), weights.first(), product.first(), bias=bias)
 
 
 def combine(r: Record, written: str) -> None:

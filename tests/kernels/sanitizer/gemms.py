@@ -8,11 +8,10 @@ import torch
 
 from moefp8.kernels import empty_tma_aligned, jit, num_blocks, set_num_sms
 from moefp8.kernels.gemm import segments
-from moefp8.kernels.gemm.config import GroupLayout
+from moefp8.kernels.gemm.interface import GroupLayout
 from moefp8.kernels.gemm.k_grouped import k_grouped_gemm
 from moefp8.kernels.gemm.operands import Operands
 from tests.kernels.gemm.cases import choosing
-from tests.kernels.gemm.families import COUNTS, FAMILIES, GROUPED_FAMILIES, shapes_of
 from tests.kernels.gemm.grouped_cases import (
     UNTOUCHED,
     Routing,
@@ -21,6 +20,7 @@ from tests.kernels.gemm.grouped_cases import (
     routing_of,
     taking_tiles,
 )
+from tests.kernels.gemm.sm90.families import COUNTS, FAMILIES, GROUPED_FAMILIES, shapes_of
 from tests.kernels.sanitizer.judge import Launch, ones, tell
 from tests.quant.columns_cases import blocks_of, offsets_of
 

@@ -5,8 +5,10 @@ from typing import Any
 from torch import nn
 
 from moefp8 import FP8Linear, GroupedExperts, MoE, TopKRouter
+from moefp8.kernels.targets import target_with
 from moefp8.layers.moe import SharedExperts
 from moefp8.precompile.layers import kernels_of
+from tests.gpu import ARCH
 from tests.launches.layouts.draw import (
     BF16,
     DTYPES,
@@ -32,7 +34,7 @@ def listing(draw: Draw, layer: nn.Module, top_k: int | None = None, backward: bo
         "backward": backward,
         "top_k": top_k,
     }
-    return lambda: Listed(kernels_of(layer, num_sms=draw.num_sms, **options))
+    return lambda: Listed(kernels_of(layer, target=target_with(ARCH, draw.num_sms), **options))
 
 
 def trains(draw: Draw) -> dict[str, Any]:

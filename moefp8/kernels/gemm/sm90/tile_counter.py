@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from ..jit import Kernel
-from ..program import Place, Record
+from ...jit import Kernel
+from ...program import Place, Record
 
 SOURCE = Path(__file__).with_name("tile_counter.cu")
 COUNTER_BYTES = 4

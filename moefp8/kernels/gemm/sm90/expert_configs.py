@@ -1,4 +1,4 @@
-"""The sizes of an expert layer, and the configs of its two GEMMs.
+"""The configs of the two GEMMs of an expert layer.
 
 T tokens, k choices each, E experts, H hidden, I intermediate.
 """
@@ -6,13 +6,16 @@ T tokens, k choices each, E experts, H hidden, I intermediate.
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import NamedTuple
 
-from ..kernels.common.blocks import BLOCK, ceil_div, round_up
-from ..kernels.gemm.config import GemmConfig, with_most_stages
-from ..kernels.gemm.heuristic import FEW_TOKENS, PEAK_LOAD, choose_grouped_config
-from ..kernels.gemm.tuned import ConfigSource, Experts, Pair
-from ..kernels.program import Record
+from ...common.blocks import BLOCK, ceil_div, round_up
+from ...program import Record
+from ..interface import GroupsOfTokens
+from ..sizes import Sizes, mean_load
+from ..sms import Sms
+from .config import GemmConfig, with_most_stages
+from .heuristic import FEW_TOKENS, PEAK_LOAD, choose_grouped_config
+from .launch import has_more_tiles_than_clusters
+from .tuned import ConfigSource, Experts, Pair
 
 # From _WIDE_PRODUCTS of a layer's gate on, tiles of 256 weights save power, if experts have more
 # tokens than a tile. From _TALL_PRODUCTS on, tiles of 192 tokens do, shared by two CTAs, if several
@@ -22,39 +25,6 @@ _SOME_TOKENS = 384
 _WIDE_TOKENS = 640  # from here on, tiles have 256 weights whatever the number of products
 _TAIL = 24
 _MOST_WITH_TAIL = 136  # tokens of a group; above, large layers have too many short second tiles
-
-
-class Sizes(NamedTuple):
-    """The sizes of a layer, and the number of tokens in one part of a call."""
-
-    num_tokens: int
-    top_k: int
-    num_experts: int
-    hidden_size: int
-    intermediate_size: int
-    masked: bool  # every expert has T rows of memory
-    num_global_experts: int | None = None  # of the whole model; None: E
-
-    @property
-    def num_to_choose_from(self) -> int:
-        return self.num_global_experts or self.num_experts
-
-
-def matrix_of(sizes: Sizes) -> tuple[int, int]:
-    """(matrices, rows of each)"""
-    if sizes.masked:
-        return sizes.num_experts, sizes.num_tokens
-    return 1, sizes.num_tokens * sizes.top_k
-
-
-def mean_load(sizes: Sizes) -> tuple[int, int]:
-    """(the most local experts that can have a token, the mean number of tokens of such an expert)
-
-    A rank of expert parallelism gets all choices, but most choose experts of other ranks.
-    """
-    num_choices = sizes.num_tokens * sizes.top_k
-    active = min(sizes.num_experts, num_choices)
-    return active, ceil_div(num_choices, min(sizes.num_to_choose_from, num_choices))
 
 
 def deciding_numbers(sizes: Sizes) -> Iterator[int]:
@@ -77,10 +47,9 @@ def experts_configs(source: ConfigSource, sizes: Sizes) -> Pair:
     return choose_experts_configs(load, groups, h, i, source.num_sms, exact=exact)
 
 
-def describe_configs(r: Record, sizes: Sizes, *, saves: bool) -> Pair:
+def describe_configs(r: Record, source: ConfigSource, sizes: Sizes, *, saves: bool) -> Pair:
     """Choose both configs for a record; saves: gate and up are saved for a backward."""
     choose = saving_configs if saves else experts_configs
-    source = r.target.configs
     r.hold(sizes.num_tokens, lambda most: _largest(choose, source, sizes, most))
     return choose(source, sizes)
 
@@ -142,9 +111,8 @@ def backward_configs(source: ConfigSource, sizes: Sizes) -> Pair:
     return first, second
 
 
-def describe_backward_configs(r: Record, sizes: Sizes) -> Pair:
+def describe_backward_configs(r: Record, source: ConfigSource, sizes: Sizes) -> Pair:
     """Choose both configs of a backward for a record."""
-    source = r.target.configs
     r.hold(sizes.num_tokens, lambda most: _largest(backward_configs, source, sizes, most))
     return backward_configs(source, sizes)
 
@@ -158,9 +126,10 @@ def _backward_load(sizes: Sizes) -> tuple[int, int]:
 _backward_config = lru_cache(16384)(choose_grouped_config)
 
 
-def describe_gate_up_config(r: Record, tokens: int, h: int, i: int, *, saves: bool) -> GemmConfig:
+def describe_gate_up_config(
+    r: Record, num_sms: int, tokens: int, h: int, i: int, *, saves: bool
+) -> GemmConfig:
     """Choose the config of gate and up for shared experts, in a record."""
-    num_sms = r.target.configs.num_sms
 
     def choose(load: int) -> GemmConfig:
         return choose_experts_configs(load, 1, h, i, num_sms, exact=True)[0]
@@ -173,6 +142,27 @@ def describe_gate_up_config(r: Record, tokens: int, h: int, i: int, *, saves: bo
 
     r.hold(tokens, largest)
     return replace(config, saves_gate_up=saves)
+
+
+# ---- Tiles from a counter ----
+
+# Timed at 1 to 32 tokens of whole layers and ranks of five models on an H200: with one token an
+# expert, taking tiles of gate and up from a counter paid off at K = 7168, and did not at 4096.
+_LONG_K = 7168
+
+
+def takes_tiles(
+    config: GemmConfig, sizes: Sizes, shape: tuple[int, int], groups: GroupsOfTokens, sms: Sms
+) -> bool:
+    """Whether clusters take tiles from a counter.
+
+    That saves time if there are more tiles than clusters, and tiles are unequal or long.
+
+    shape: [R, N] of the result.
+    """
+    active, load = mean_load(sizes)
+    is_worth_it = load > 1 or (config.gate_up and sizes.hidden_size >= _LONG_K)
+    return is_worth_it and has_more_tiles_than_clusters(config, active, load, shape, groups, sms)
 
 
 # ---- The heuristic ----

@@ -7,24 +7,23 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from moefp8.functional.expert_configs import (
-    Sizes,
-    describe_configs,
-    describe_gate_up_config,
-    experts_configs,
-)
 from moefp8.functional.experts import experts
 from moefp8.functional.linear import fp8_linear
 from moefp8.kernels.common.activation import SWIGLU
-from moefp8.kernels.gemm import heuristic, tuned
-from moefp8.kernels.gemm.config import GemmConfig, GroupLayout
-from moefp8.kernels.gemm.launch import set_num_sms
-from moefp8.kernels.gemm.tuned import ConfigSource, Dense, Experts, Table
+from moefp8.kernels.gemm.interface import GroupLayout
+from moefp8.kernels.gemm.sizes import Sizes
+from moefp8.kernels.gemm.sm90 import heuristic, tuned
+from moefp8.kernels.gemm.sm90.config import GemmConfig
+from moefp8.kernels.gemm.sm90.expert_configs import experts_configs
+from moefp8.kernels.gemm.sm90.gemms import Sm90
+from moefp8.kernels.gemm.sm90.tuned import ConfigSource, Dense, Experts, Table
+from moefp8.kernels.gemm.sms import set_num_sms
 from moefp8.kernels.program import Record, Span, Target
+from moefp8.kernels.targets import target_with
 from moefp8.quant.quantize import quantize_128x128
 from moefp8.tuning import tune as tuning
 from moefp8.tuning.keep import keep, to_json
-from tests.gpu import NUM_SMS
+from tests.gpu import ARCH, NUM_SMS
 from tests.kernels.gemm.cases import filled
 
 LINEAR, EXPERTS, RANK = Dense(512, 1024), Experts(4, 2, 256, 128), Experts(4, 2, 256, 128, 16)
@@ -312,11 +311,11 @@ def test_all_choices_of_experts_are_listed(num_sms, layer, most):
         num_experts, top_k, h, i, num_global = experts
         sizes = Sizes(most, top_k, num_experts, h, i, masked, num_global)
         each = {experts_configs(configs, sizes._replace(num_tokens=n)) for n in range(1, most + 1)}
-        chosen, span, target = set(), Span(1, most), Target("sm_90a", num_sms, configs)
+        chosen, span, target = set(), Span(1, most), Target(ARCH, num_sms, Sm90(configs))
         while span.first <= most:
             r = Record(target, (), span=span)
             some = sizes._replace(num_tokens=span.first)
-            chosen.add(describe_configs(r, some, saves=False))
+            chosen.add(target.gemms.experts(r, some, saves=False))
             span = Span(span.last + 1, most)
         assert chosen == each
 
@@ -325,11 +324,10 @@ def test_all_choices_of_experts_are_listed(num_sms, layer, most):
 @pytest.mark.parametrize(("h", "i"), [(9, 9), (7168, 2048), (16384, 53248)])
 @pytest.mark.parametrize("most", [1, 200, 20000])
 def test_all_choices_of_shared_experts_are_listed(num_sms, h, i, most):
-    configs = ConfigSource(num_sms, num_sms)
+    target = target_with(ARCH, num_sms)
 
     def choice(span: Span | None, tokens: int) -> GemmConfig:
-        r = Record(Target("sm_90a", num_sms, configs), (), span=span)
-        return describe_gate_up_config(r, tokens, h, i, saves=False)
+        return target.gemms.shared_gate_up(Record(target, (), span=span), tokens, h, i, saves=False)
 
     each = {choice(None, tokens) for tokens in range(1, most + 1)}
     chosen, span = set(), Span(1, most)

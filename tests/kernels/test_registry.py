@@ -12,8 +12,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moefp8.functional.linear import fp8_linear
-from moefp8.kernels import jit
-from moefp8.kernels.common import registry
+from moefp8.kernels import jit, registry
+from moefp8.kernels.targets import runs_kernels
 from moefp8.quant import numerics
 from tests.kernels.gemm import grouped_cases
 from tests.kernels.gemm.cases import run_gemm
@@ -22,42 +22,49 @@ from tests.kernels.gemm.cases import run_gemm
 
 
 @pytest.mark.parametrize(
-    ("hip", "capability", "is_hopper"),
-    [(None, (9, 0), True), (None, (8, 0), False), (None, (10, 0), False), ("7.0", (9, 4), False)],
+    ("hip", "capability", "arch", "runs"),
+    [
+        (None, (9, 0), "sm_90a", True),
+        (None, (8, 9), "sm_89", False),
+        (None, (10, 0), "sm_100a", False),
+        ("7.0", (9, 0), "", False),
+    ],
 )
-def test_which_gpus_run_our_kernels(monkeypatch, hip, capability, is_hopper):
+def test_which_gpus_run_our_kernels(monkeypatch, hip, capability, arch, runs):
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
-    driver = jit.Driver()
-    assert driver.runs_our_kernels(0) == is_hopper
-    assert not driver.runs_our_kernels(-1)
+    with jit.using(jit.Driver()) as driver:
+        assert (driver.arch(0), driver.arch(-1)) == (arch, "")
+        assert (runs_kernels(0), runs_kernels(-1)) == (runs, False)
 
 
 ON_GPU = SimpleNamespace(device=torch.device("cpu"), get_device=lambda: 0)
 
 
 @pytest.mark.parametrize(
-    ("is_hopper", "bodies", "takes", "expected"),
+    ("arch", "bodies", "takes", "expected"),
     [
-        (True, {"hopper"}, True, "hopper"),
-        (True, {"hopper"}, False, "portable"),
-        (False, {"hopper"}, True, "portable"),
-        (True, {"hopper", "cuda"}, True, "hopper"),
-        (True, {"hopper", "cuda"}, False, "cuda"),
-        (False, {"hopper", "cuda"}, True, "cuda"),
-        (True, {"cuda"}, True, "cuda"),
+        ("sm_90a", {"kernels"}, True, "kernels"),
+        ("sm_90a", {"kernels"}, False, "reference"),
+        ("sm_89", {"kernels"}, True, "reference"),
+        ("sm_90a", {"kernels", "cuda"}, True, "kernels"),
+        ("sm_90a", {"kernels", "cuda"}, False, "cuda"),
+        ("sm_89", {"kernels", "cuda"}, True, "cuda"),
+        ("sm_90a", {"cuda"}, True, "cuda"),
     ],
 )
-def test_which_body_runs(monkeypatch, new_driver, is_hopper, bodies, takes, expected):
-    """The portable one warns once for each op and GPU, or does not run where that is asked."""
+def test_which_body_runs(monkeypatch, new_driver, arch, bodies, takes, expected):
+    """The reference warns once for each op and GPU, or does not run where that is asked."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"NVIDIA {index}")
-    monkeypatch.setattr(new_driver, "runs_our_kernels", lambda index: is_hopper)
-    name = f"op {is_hopper} {sorted(bodies)} {takes}"
-    hopper, cuda = ((lambda x, y=y: y) if y in bodies else None for y in ("hopper", "cuda"))
-    on_gpu = registry._on_gpu(name, lambda x: "portable", hopper, cuda, lambda x: takes)
+    monkeypatch.setattr(new_driver, "arch", lambda index: arch)
+    name = f"op {arch} {sorted(bodies)} {takes}"
+    kernels, cuda = ((lambda x, y=y: y) if y in bodies else None for y in ("kernels", "cuda"))
+    on_gpu = registry._on_gpu(
+        name, lambda x: "reference", kernels, cuda, lambda x: takes, {"sm_90a"}
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        if expected == "portable":
+        if expected == "reference":
             with monkeypatch.context() as patch:
                 patch.setenv("MOEFP8_STRICT", "1")
                 with pytest.raises(RuntimeError, match="MOEFP8_STRICT=1 forbids that"):

@@ -8,12 +8,11 @@ from moefp8.kernels import (
     m_grouped_fp8_gemm_nt_masked,
     set_num_sms,
 )
-from moefp8.kernels.gemm.config import GroupLayout
+from moefp8.kernels.gemm.interface import GroupLayout
 from moefp8.kernels.gemm.segments import list_bytes
-from moefp8.kernels.gemm.tile_counter import COUNTER_BYTES
+from moefp8.kernels.gemm.sm90.tile_counter import COUNTER_BYTES
 from tests.gpu import NEEDS_GPU, no_synchronisation, poison, slow
 from tests.kernels.gemm.cases import choosing
-from tests.kernels.gemm.families import COUNTS, GROUPED_FAMILIES
 from tests.kernels.gemm.gpu_cases import assert_right, launch_and_compare, on_gpu, random
 from tests.kernels.gemm.grouped_cases import (
     UNTOUCHED,
@@ -23,6 +22,7 @@ from tests.kernels.gemm.grouped_cases import (
     routing_of,
     taking_tiles,
 )
+from tests.kernels.gemm.sm90.families import COUNTS, GROUPED_FAMILIES
 
 pytestmark = NEEDS_GPU
 

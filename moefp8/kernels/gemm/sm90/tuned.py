@@ -17,17 +17,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..jit import (
-    ARCHITECTURE,
-    current_driver,
+from ...jit import (
     read_beside_kernels,
     source_digest,
     write_beside_kernels,
 )
-from ..program import Record, Target
+from ...program import Record
+from ..sms import Sms
 from . import heuristic
 from .config import GemmConfig
-from .launch import SOURCE, Sms, busy_sms
+from .launch import SOURCE
 
 Pair = tuple[GemmConfig, GemmConfig]  # one for gate and up, one for down
 
@@ -104,16 +103,10 @@ class ConfigSource:
         return heuristic.choose_config(m, n, k, self.num_sms, all_sms, batch_invariant)
 
 
-def config_source_of(device_index: int) -> ConfigSource:
-    num_sms, all_sms = busy_sms(device_index)
-    if num_sms < all_sms:
-        return ConfigSource(num_sms, all_sms)
-    return ConfigSource(num_sms, all_sms, measured(device_index))
-
-
-def dense_config(r: Record, m: int, n: int, k: int, batch_invariant: bool) -> GemmConfig:
+def dense_config(
+    r: Record, configs: ConfigSource, m: int, n: int, k: int, batch_invariant: bool
+) -> GemmConfig:
     """`ConfigSource.dense` in a description, which also says up to which M the config holds."""
-    configs = r.target.configs
     config = configs.dense(m, n, k, batch_invariant)
 
     def largest(most: int) -> int:
@@ -124,17 +117,6 @@ def dense_config(r: Record, m: int, n: int, k: int, batch_invariant: bool) -> Ge
 
     r.hold(m, largest)
     return config
-
-
-DEFAULT_SMS = 132  # as an H100 SXM, H200 and GH200 have; an H100 PCIe has 114, an H20 78
-# The target of a record that is for no GPU in particular.
-ANY_TARGET = Target(ARCHITECTURE, DEFAULT_SMS, ConfigSource(DEFAULT_SMS, DEFAULT_SMS))
-
-
-def target_of(device_index: int) -> Target:
-    """A GPU of this machine, with the configs that hold for it now."""
-    num_sms = current_driver().num_sms(device_index)
-    return Target(ARCHITECTURE, num_sms, config_source_of(device_index))
 
 
 # ---- The file ----

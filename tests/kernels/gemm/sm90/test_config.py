@@ -7,14 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moefp8 import kernels
-from moefp8.functional.expert_configs import choose_experts_configs
-from moefp8.kernels.gemm import heuristic
-from moefp8.kernels.gemm.config import GemmConfig, is_possible, num_whole_tiles
+from moefp8.kernels.gemm.sm90 import heuristic
+from moefp8.kernels.gemm.sm90.config import GemmConfig, is_possible, num_whole_tiles
+from moefp8.kernels.gemm.sm90.expert_configs import choose_experts_configs
 from moefp8.testing import sizes
 from tests.functional.cases import DOWN_FAMILIES, GATE_UP_FAMILIES
 from tests.gpu import NUM_SMS
 from tests.kernels.gemm.cases import filled
-from tests.kernels.gemm.chosen import experts_configs
+from tests.kernels.gemm.sm90.chosen import experts_configs
 
 
 def assert_fits(config: GemmConfig, most_ctas: int) -> None:

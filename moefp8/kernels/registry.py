@@ -1,12 +1,13 @@
-"""One torch op per kernel: `moefp8::<name>` with a CPU body, a CUDA body and a fake body.
+"""One torch op per kernel: `moefp8::<name>` with a reference, a body of kernels and a fake body.
 
 The dispatcher picks the body by the device of the tensors, so no caller ever asks `x.is_cuda`.
-Our kernels are for Hopper; on any other GPU the CPU body runs, made of PyTorch's operations.
+`kernels/targets.py` says which GPUs run our kernels; on any other the reference body runs, made of
+PyTorch's operations.
 """
 
 import os
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, wraps
 from typing import Annotated, Any, get_type_hints
@@ -14,9 +15,10 @@ from typing import Annotated, Any, get_type_hints
 import torch
 from torch import _C
 
-from ..jit import current_driver
-from .activation import Activation
-from .checks import check_no_gradient
+from .common.activation import Activation
+from .common.checks import check_no_gradient
+from .jit import current_driver
+from .targets import GEMMS
 
 LIBRARY = torch.library.Library("moefp8", "DEF")
 
@@ -26,25 +28,27 @@ _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 
 def register(
     schema: str,
-    cpu: Callable[..., Any],
+    reference: Callable[..., Any],
     fake: Callable[..., Any],
-    hopper: Callable[..., Any] | None = None,
+    kernels: Callable[..., Any] | None = None,
     *,
     cuda: Callable[..., Any] | None = None,
-    hopper_takes: Callable[..., bool] | None = None,
+    kernels_take: Callable[..., bool] | None = None,
+    runs_on: Container[str] = GEMMS,
 ) -> "Op":
     """Register the op `moefp8::<schema>` and return it, ready to be called.
 
     Args:
         schema: as in `torch.library.Library.define`; arguments the op writes are `Tensor(a!)`. The
             first argument is a tensor.
-        cpu: the numerics in PyTorch.
-        fake: checks, and returns empty outputs of the shapes, dtypes and strides of `cpu`.
-        hopper: launches kernels of ours, on GPUs of compute capability 9. What it raises is not
-            caught: without a kernel there is no result. Other GPUs run `cpu`, with a warning.
-        cuda: runs on GPUs where `hopper` does not, without a warning.
-        hopper_takes: whether `hopper` has a kernel for these arguments; for others `cpu` runs, with
-            a warning.
+        reference: the numerics in PyTorch.
+        fake: checks, and returns empty outputs of the shapes, dtypes and strides of `reference`.
+        kernels: launches kernels of ours, where `runs_on` says. What it raises is not caught:
+            without a kernel there is no result. Other GPUs run `reference`, with a warning.
+        cuda: runs on GPUs where `kernels` does not, without a warning.
+        kernels_take: whether `kernels` has a kernel for these arguments; for others `reference`
+            runs, with a warning.
+        runs_on: the architectures that the kernels are for; by default all that have a GEMM.
 
     The ops are not differentiable, like a detached result: autograd functions around them say what
     a gradient through them means. What they write must not require a gradient, and its version is
@@ -52,13 +56,13 @@ def register(
     """
     name = LIBRARY.define(schema, tags=_TAGS)
     written = _written(name)
-    gpu = _on_gpu(name, cpu, hopper, cuda, hopper_takes)
-    LIBRARY.impl(name, _writing(name, written, _isolated(cpu)), "CPU")
+    gpu = _on_gpu(name, reference, kernels, cuda, kernels_take, runs_on)
+    LIBRARY.impl(name, _writing(name, written, _isolated(reference)), "CPU")
     LIBRARY.impl(name, _writing(name, written, gpu), "CUDA")
     LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
     torch.library.register_fake(f"moefp8::{name}", fake, lib=LIBRARY)
-    direct = None if hopper is None else _writing(name, written, hopper)
-    return Op(getattr(torch.ops.moefp8, name).default, direct, hopper_takes)
+    direct = None if kernels is None else _writing(name, written, kernels)
+    return Op(getattr(torch.ops.moefp8, name).default, direct, kernels_take, runs_on)
 
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
@@ -99,15 +103,20 @@ def _are_simple(args: Iterable[Any]) -> bool:
 class Op:
     """A registered op.
 
-    A call goes through the dispatcher, unless skipping it makes no difference: on a Hopper GPU,
-    with plain tensors, while nothing traces, transforms or profiles. Then the launcher is called
-    directly, which saves the host several microseconds.
+    A call goes through the dispatcher, unless skipping it makes no difference: on a GPU that runs
+    our kernels, with plain tensors, while nothing traces, transforms or profiles. Then the launcher
+    is called directly, which saves the host several microseconds.
     """
 
     def __init__(
-        self, overload: Any, direct: Callable[..., Any] | None, takes: Callable[..., bool] | None
+        self,
+        overload: Any,
+        direct: Callable[..., Any] | None,
+        takes: Callable[..., bool] | None,
+        runs_on: Container[str],
     ) -> None:
         self.overload, self._direct, self._takes = overload, direct, takes
+        self._runs_on = runs_on
         self._takes_activation = any(
             x.name == "activation_kind" for x in overload._schema.arguments
         )
@@ -118,7 +127,7 @@ class Op:
             and not torch.compiler.is_compiling()
             and _are_simple(args)
             and type(args[0]) in _PLAIN
-            and current_driver().runs_our_kernels(args[0].get_device())
+            and current_driver().arch(args[0].get_device()) in self._runs_on
             and not any_watches()
             and (self._takes is None or self._takes(*args))
         ):
@@ -153,7 +162,8 @@ def register_inputs(
     inputs: Callable[..., Any],
     returns: str,
     *,
-    hopper_takes: Callable[..., bool] | None = None,
+    kernels_take: Callable[..., bool] | None = None,
+    runs_on: Container[str] = GEMMS,
     **bodies: Callable[[Any], Any],
 ) -> "Op":
     """Call `register` for an op whose arguments are declared once: as the fields of a NamedTuple.
@@ -189,8 +199,9 @@ def register_inputs(
 
         return run
 
-    taking = {device: taking_inputs(body) for device, body in bodies.items()}
-    return register(f"{name}({arguments}) -> {returns}", **taking, hopper_takes=hopper_takes)
+    taking = {which: taking_inputs(body) for which, body in bodies.items()}
+    schema = f"{name}({arguments}) -> {returns}"
+    return register(schema, **taking, kernels_take=kernels_take, runs_on=runs_on)
 
 
 def _written(name: str) -> dict[int, str]:
@@ -239,34 +250,38 @@ def _isolated(body: Callable[..., Any]) -> Callable[..., Any]:
 
 def _on_gpu(
     name: str,
-    portable: Callable[..., Any],
-    hopper: Callable[..., Any] | None,
-    cuda: Callable[..., Any] | None = None,
-    hopper_takes: Callable[..., bool] | None = None,
+    reference: Callable[..., Any],
+    kernels: Callable[..., Any] | None,
+    cuda: Callable[..., Any] | None,
+    takes: Callable[..., bool] | None,
+    runs_on: Container[str],
 ) -> Callable[..., Any]:
-    if hopper is None and cuda is not None:
+    if kernels is None and cuda is not None:
         return cuda
-    isolated = _isolated(portable)
+    isolated = _isolated(reference)
 
-    @wraps(portable)
+    @wraps(reference)
     def on_gpu(*args: Any) -> Any:
         device_index = args[0].get_device()
         if device_index < 0:  # another argument is on a GPU: the body's check says so
             return isolated(*args)
-        takes = hopper_takes is None or hopper_takes(*args)
-        if hopper is not None and takes and current_driver().runs_our_kernels(device_index):
-            return hopper(*args)
+        if (
+            kernels is not None
+            and current_driver().arch(device_index) in runs_on
+            and (takes is None or takes(*args))
+        ):
+            return kernels(*args)
         if cuda is not None:
             return cuda(*args)
-        _announce_portable(name, device_index)
+        _announce_reference(name, device_index)
         return isolated(*args)
 
     return on_gpu
 
 
 @cache
-def _announce_portable(name: str, device_index: int) -> None:
-    """Warn once per op and GPU that a portable body runs; an error under `MOEFP8_STRICT=1`."""
+def _announce_reference(name: str, device_index: int) -> None:
+    """Warn once per op and GPU that PyTorch's operations run; an error under `MOEFP8_STRICT=1`."""
     gpu = torch.cuda.get_device_name(device_index)
     message = f"moefp8::{name} runs its portable PyTorch body on {gpu}: correct, but slow"
     if os.environ.get("MOEFP8_STRICT") == "1":

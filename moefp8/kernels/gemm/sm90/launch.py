@@ -2,15 +2,17 @@
 
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from ..common.activation import SWIGLU, Activation
-from ..common.blocks import BLOCK, ceil_div, num_blocks, round_up
-from ..jit import Kernel, current_driver
-from ..program import Codes, Place, Record, Tensor, TensorMap
-from .config import GemmConfig, GroupLayout, num_whole_tiles, usable_ctas
+from ...common.activation import SWIGLU, Activation
+from ...common.blocks import BLOCK, ceil_div, num_blocks, round_up
+from ...jit import Kernel
+from ...program import Codes, Record, Tensor, TensorMap
+from ..interface import GateUp, GroupLayout, GroupsOfTokens
+from ..sms import Sms
+from .config import GemmConfig, num_whole_tiles, usable_ctas
 
 SOURCE = Path(__file__).with_name("gemm.cu")
 BIASES = {
@@ -20,50 +22,6 @@ BIASES = {
     torch.float16: "kHalf",
 }
 _L2_BYTES = 24 << 20  # of tokens that the L2 cache holds while weights stream past
-
-
-class GroupsOfTokens(NamedTuple):
-    """The groups of a grouped GEMM, as far as the host knows them.
-
-    layout: what says which group a token belongs to. bounds: the int32 tensor that says it.
-    num_groups: G. num_segments: the most runs of tokens that may have one group each.
-    expected_tiles: how many tiles of tokens a group has, if the first tiles may be guessed from
-        that, see `prefetch_expected` in producer.cuh; else 0.
-    bounds_ready: whether the bounds are older than the step before the GEMM.
-    tile_counter: an int, zero at first, from which clusters take tiles; None: each has its own.
-    """
-
-    layout: GroupLayout
-    bounds: Place | None
-    num_groups: int
-    num_segments: int
-    expected_tiles: int = 0
-    bounds_ready: bool = False
-    tile_counter: Place | None = None
-
-
-class GateUp(NamedTuple):
-    """The arguments for `config.gate_up`: the other half of the weights, and what follows.
-
-    up: codes and scales with the layouts of gate's, which are b.
-    d_scale_inv: the scales of d, fp32 [..., M, ceil(N/128)], M innermost.
-    saved: bf16 [M, 2, N], gate and up of each token, with a row pitch of round_up(N, 8); only if
-        `config.saves_gate_up`.
-    bias: up's bias, with the layout of gate's.
-    """
-
-    up: Codes
-    activation: Activation
-    d_scale_inv: Tensor
-    saved: Place | None = None
-    bias: Tensor | None = None
-
-
-class Sms(NamedTuple):
-    """How many SMs of a GPU may be busy, and how many it has."""
-
-    busy: int
-    all: int
 
 
 @lru_cache(4096)
@@ -80,6 +38,7 @@ def kernel_of(
 
 def describe_gemm(
     r: Record,
+    sms: Sms,
     config: GemmConfig,
     a: Codes,
     b: Codes,
@@ -101,7 +60,6 @@ def describe_gemm(
     bias: [N], contiguous; of groups [G, N], with contiguous rows.
     """
     (m, k), n = a.data.shape[-2:], b.data.shape[-2]
-    sms = r.target.configs.sms
     token_tiles = most_token_tiles(config, groups, m)
     weight_tiles = config.weight_tiles(n)
     rows, columns = token_tiles, weight_tiles
@@ -147,7 +105,7 @@ def describe_gemm(
             "num_groups": groups.num_groups,
             "num_segments": groups.num_segments,
             "num_tokens": m,
-            "expected_tiles": groups.expected_tiles,
+            "expected_tiles": config.token_tiles(groups.expected_tokens),
             "weight_scale_stride": b.scale_inv.strides[0],
             "d": d.place,
             "d_row_stride": d.strides[-2],
@@ -251,42 +209,3 @@ def band(config: GemmConfig, m: int, k: int) -> int:
     if m * k <= _L2_BYTES:
         return min(ceil_div(m, tokens), 128)
     return max(1, (512 if weights < 256 else 2048) // tokens)
-
-
-# ---- How many SMs may be busy ----
-
-
-def set_num_sms(num_sms: int | None) -> None:
-    """Let GEMMs run on at most `num_sms` SMs of a GPU, in this process; None: on all.
-
-    The others are for what runs beside them, e.g. communication. More than a GPU has means all.
-
-    Raises:
-        TypeError: `num_sms` is neither an int nor None.
-        ValueError: `num_sms` is below 1.
-    """
-    if num_sms is not None and (isinstance(num_sms, bool) or not isinstance(num_sms, int)):
-        raise TypeError(f"set_num_sms: num_sms must be an int, or None for all, got {num_sms!r}")
-    if num_sms is not None and num_sms < 1:
-        raise ValueError(f"set_num_sms: num_sms must be at least 1, or None for all, got {num_sms}")
-    current_driver().max_sms = num_sms
-
-
-def get_num_sms() -> int:
-    """The limit of `set_num_sms`; without one, as many SMs as the current GPU has.
-
-    Raises:
-        RuntimeError: there is neither a limit nor a GPU.
-    """
-    driver = current_driver()
-    if driver.max_sms is not None:
-        return driver.max_sms
-    if not torch.cuda.is_available():
-        raise RuntimeError("get_num_sms: there is no GPU, and set_num_sms has set no limit")
-    return driver.num_sms(torch.cuda.current_device())
-
-
-def busy_sms(device_index: int) -> Sms:
-    driver = current_driver()
-    all_sms = driver.num_sms(device_index)
-    return Sms(min(all_sms, driver.max_sms or all_sms), all_sms)

@@ -13,13 +13,15 @@ import pytest
 
 from moefp8.kernels import jit
 from moefp8.kernels.common.activation import KINDS, SWIGLU, Activation
-from moefp8.kernels.gemm.config import GemmConfig, GroupLayout
-from moefp8.kernels.gemm.launch import BIASES, SOURCE
+from moefp8.kernels.gemm.interface import GroupLayout
+from moefp8.kernels.gemm.sm90.config import GemmConfig
+from moefp8.kernels.gemm.sm90.launch import BIASES, SOURCE
 from moefp8.kernels.jit.nvrtc import Nvrtc
 from tests.functional.cases import GATE_UP_FAMILIES
+from tests.gpu import ARCH
 from tests.kernels import nvdisasm
-from tests.kernels.gemm import families
-from tests.kernels.gemm.chosen import configs, experts_configs, grouped_configs
+from tests.kernels.gemm.sm90 import families
+from tests.kernels.gemm.sm90.chosen import configs, experts_configs, grouped_configs
 from tests.sampling import ALL_KERNELS, sample
 
 BIAS_NAMES = tuple(BIASES.values())
@@ -94,6 +96,19 @@ def activation_variants() -> list[Variant]:
     return variants if ALL_KERNELS else variants[:: len(kinds) + 1]
 
 
+def bias_variants() -> list[Variant]:
+    """Biases of groups, in the variants that have the fewest registers left; in turns a sample."""
+    saving = saving_configs()
+    down = [x for x in experts_configs() if not x.gate_up]
+    kinds = itertools.cycle(BIAS_NAMES[1:])
+    gpt_oss = Activation("gpt_oss")
+    variants = [
+        Variant(config, GroupLayout.OFFSETS, next(kinds), gpt_oss if config.gate_up else SWIGLU)
+        for config in (*saving, *down)
+    ]
+    return variants if ALL_KERNELS else variants[::4]
+
+
 VARIANTS = {
     "dense": lambda: sampled(map(Variant, configs())),
     # A bias comes on top when most registers are in use. Every sixth is a sample.
@@ -102,6 +117,7 @@ VARIANTS = {
     "grouped": lambda: sampled(grouped_variants()),
     "experts": lambda: sampled(experts_variants()),
     "activations": activation_variants,
+    "biases of groups": bias_variants,
 }
 
 
@@ -114,14 +130,16 @@ def cubins_of(tmp_path_factory) -> Callable[[str], dict[Variant, jit.Cubin]]:
         variants = list(dict.fromkeys(VARIANTS[which]()))
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("MOEFP8_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
-            cubins = jit.compile_kernels(variant.kernel() for variant in variants)
+            cubins = jit.compile_kernels((variant.kernel() for variant in variants), ARCH)
         return dict(zip(variants, cubins, strict=True))
 
     return compiled
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("which", ["dense", "with a bias", "grouped", "experts", "activations"])
+@pytest.mark.parametrize(
+    "which", ["dense", "with a bias", "grouped", "experts", "activations", "biases of groups"]
+)
 def test_every_configuration_compiles_and_spills_nothing(which, cubins_of):
     problems = {variant: cubin.problems() for variant, cubin in cubins_of(which).items()}
     found = {variant: each for variant, each in problems.items() if each}
@@ -241,9 +259,9 @@ def test_tiles_of_a_group_are_walked_once_in_bands(tmp_path, change):
         assert code.count(change[0]) == 1
         schedule.write_text(code.replace(*change))
         with pytest.raises(jit.JitError, match="static assertion"):
-            jit.compile_kernel(jit.Kernel(source, "nothing<0>"))
+            jit.compile_kernel(jit.Kernel(source, "nothing<0>"), ARCH)
     else:
-        jit.compile_kernel(jit.Kernel(source, "nothing<0>"))
+        jit.compile_kernel(jit.Kernel(source, "nothing<0>"), ARCH)
 
 
 def releases_before_reads(code: str) -> int:
@@ -306,15 +324,15 @@ def test_a_compiler_that_was_not_verified_gets_a_fence(tmp_path, disassemble):
     folder, variant = tmp_path / "gemm", Variant(families.FAMILIES["tokens are rows"])
     shutil.copytree(SOURCE.parent, folder)
     (folder / "verified.cu").write_text(VERIFIED)
-    jit.compile_kernel(jit.Kernel(folder / "verified.cu", "nothing<0>"))
+    jit.compile_kernel(jit.Kernel(folder / "verified.cu", "nothing<0>"), ARCH)
     pipeline = folder / "pipeline.cuh"
     code, count = re.subn(r"(?<=__CUDACC_VER_MAJOR__ == )\d+", "99", pipeline.read_text())
     assert count == 2
     pipeline.write_text(code)
     with pytest.raises(jit.JitError, match="static assertion"):
-        jit.compile_kernel(jit.Kernel(folder / "verified.cu", "nothing<0>"))
+        jit.compile_kernel(jit.Kernel(folder / "verified.cu", "nothing<0>"), ARCH)
     kernels = variant.kernel(), variant.kernel(folder / "gemm.cu")
-    usual, fenced = disassemble(map(jit.compile_kernel, kernels))
+    usual, fenced = disassemble(jit.compile_kernel(x, ARCH) for x in kernels)
     assert fenced.count("MEMBAR") > usual.count("MEMBAR")
 
 
@@ -343,5 +361,5 @@ def test_without_its_fence_a_release_would_come_too_early(
     code = header.read_text()
     assert code.count(fence) == 1
     header.write_text(code.replace(fence, "//" if "//" in fence else ""))
-    (code,) = disassemble([jit.compile_kernel(variant.kernel(folder / "gemm.cu"))])
+    (code,) = disassemble([jit.compile_kernel(variant.kernel(folder / "gemm.cu"), ARCH)])
     assert releases_before_reads(code) > 0

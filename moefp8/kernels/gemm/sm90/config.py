@@ -1,32 +1,19 @@
 """The config of a kernel of `gemm.cu`, and the sizes that follow from it."""
 
 from dataclasses import dataclass, fields, replace
-from enum import Enum
 from functools import cached_property, lru_cache
 from math import gcd
 from typing import Any
 
-from ..common.activation import SWIGLU
-from ..common.blocks import BLOCK, ceil_div, round_up, round_up_to_tma
+from ...common.activation import SWIGLU
+from ...common.blocks import BLOCK, ceil_div, round_up, round_up_to_tma
+from ..interface import GroupLayout
 
 MAX_SHARED_BYTES = 227 * 1024  # the most that a CTA can have
 _SHARED_BYTES_PER_SM = 228 * 1024  # the system takes 1 KiB of them for each CTA
 
 _TILE_SLOTS = 4  # kTileSlots in schedule.cuh
 _MOST_WAVES = 20  # of tiles; with fewer, the last wave is halved
-
-
-class GroupLayout(str, Enum):
-    """The tensor that says each token's group: `GroupLayout` of config.cuh without kDense.
-
-    ROWS and SEGMENTS both come from `grouped_layout`: with SEGMENTS, a kernel reads it before the
-    GEMM does.
-    """
-
-    OFFSETS = "kOffsets"
-    MASKED = "kMasked"
-    ROWS = "kRows"
-    SEGMENTS = "kSegments"
 
 
 class kernel_field(cached_property[Any]):

@@ -5,7 +5,7 @@ The module imports no more than `tests.kernels.sanitizer` may need.
 
 from functools import partial
 
-from moefp8.kernels.gemm.config import GemmConfig
+from moefp8.kernels.gemm.sm90.config import GemmConfig
 from tests.kernels.gemm.cases import filled
 
 FAMILIES = {

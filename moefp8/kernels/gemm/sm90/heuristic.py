@@ -14,7 +14,7 @@ from functools import lru_cache, partial
 from math import ceil
 from typing import NamedTuple
 
-from ..common.blocks import BLOCK, ceil_div, round_up
+from ...common.blocks import BLOCK, ceil_div, round_up
 from .config import GemmConfig, is_possible, num_whole_tiles, usable_ctas, with_most_stages
 
 

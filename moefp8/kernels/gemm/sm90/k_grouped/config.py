@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import torch
 
-from ...common.blocks import BLOCK, round_up
+from ....common.blocks import BLOCK, round_up
 from ..config import MAX_SHARED_BYTES, in_cpp
 
 

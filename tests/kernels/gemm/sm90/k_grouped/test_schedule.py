@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from moefp8.kernels import round_up
-from moefp8.kernels.gemm import k_grouped
+from moefp8.kernels.gemm.sm90 import k_grouped
 from tests.fakes import cuda_on_cpu
 
 FOLDER = Path(k_grouped.__file__).parent

@@ -3,11 +3,11 @@
 import itertools
 from functools import cache
 
-from moefp8.functional.expert_configs import choose_experts_configs
-from moefp8.kernels.gemm import heuristic
-from moefp8.kernels.gemm.config import GemmConfig, is_possible, with_most_stages
+from moefp8.kernels.gemm.sm90 import heuristic
+from moefp8.kernels.gemm.sm90.config import GemmConfig, is_possible, with_most_stages
+from moefp8.kernels.gemm.sm90.expert_configs import choose_experts_configs
 from tests.gpu import NUM_SMS
-from tests.kernels.gemm import families
+from tests.kernels.gemm.sm90 import families
 
 # Configurations are chosen for these numbers of tokens, and these weights, [N, K].
 SOME_M = [1, 2, 8, 9, 16, 17, 32, 33, 48, 64, 65, 96, 128, 129, 192, 256, 300, 512, 700, 1024, 4096]

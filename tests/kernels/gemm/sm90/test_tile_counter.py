@@ -4,11 +4,12 @@ import pytest
 import torch
 
 from moefp8.kernels import jit
-from moefp8.kernels.gemm import call, heuristic, segments, tile_counter
-from moefp8.kernels.gemm.call import takes_tiles
-from moefp8.kernels.gemm.config import GroupLayout
-from moefp8.kernels.gemm.launch import GroupsOfTokens, Sms
-from tests.gpu import NUM_SMS
+from moefp8.kernels.gemm import segments
+from moefp8.kernels.gemm.interface import GroupLayout, GroupsOfTokens
+from moefp8.kernels.gemm.sm90 import grouped_launch, heuristic, tile_counter
+from moefp8.kernels.gemm.sm90.grouped_launch import takes_tiles
+from moefp8.kernels.gemm.sms import Sms
+from tests.gpu import ARCH, NUM_SMS
 from tests.kernels.gemm.grouped_cases import (
     UNTOUCHED,
     expected_of,
@@ -51,7 +52,7 @@ def test_launches_count_the_products_of_all_groups(gpu, monkeypatch, layout, spa
     routing = routing_of(layout, (384, 512), 0)
     made, bounds = operands(routing, 9000, 128), routing.bounds_on()
     products = 896 * 9000 * 128
-    monkeypatch.setattr(call, "LEAST_PRODUCTS", products + spare)
+    monkeypatch.setattr(grouped_launch, "LEAST_PRODUCTS", products + spare)
     launch(routing, made, bounds, 448)
     assert torch.equal(made.d, expected_of(routing, made))
     assert bool(gpu.gemms[0].arguments.groups.tile_counter) == (spare == 0)
@@ -79,4 +80,4 @@ def test_the_counter_is_memory_of_each_call_and_zeroed_before(gpu, layout, progr
 
 @pytest.mark.usefixtures("own_cache")
 def test_the_kernel_spills_nothing():
-    assert jit.compile_kernel(tile_counter.kernel_of()).problems() == []
+    assert jit.compile_kernel(tile_counter.kernel_of(), ARCH).problems() == []

@@ -1,26 +1,24 @@
 """The GEMM of a gradient in weights: it sums over tokens, for each expert over its own.
 
 M and N features, E experts, B blocks of 128 tokens. Both operands have a scale for 128 tokens of a
-feature ("1D1D"), in the layouts of `quant.columns`. On a Hopper GPU the kernel is `k_grouped.cu`.
+feature ("1D1D"), in the layouts of `quant.columns`.
 """
 
 from itertools import pairwise
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from ...common.blocks import BLOCK, E4M3, TMA_BYTES, ceil_div, e4m3_to_float
-from ...common.checks import check_same_device, check_shape, check_tensor
-from ...common.prepared import layout_of, prepared
-from ...common.registry import Written, register_inputs
-from ...common.tma_operands import fits, fitting
-from ...jit import Kernel, Launch
-from ...program import Codes, Place, Record, Tensor, TensorMap, prepare_launch
-from ..launch import busy_sms
-from ..operands import check_sizes
-from ..tuned import target_of
-from .config import KGroupedConfig, Output, choose_config
+from ..common.blocks import BLOCK, E4M3, TMA_BYTES, ceil_div, e4m3_to_float
+from ..common.checks import check_same_device, check_shape, check_tensor
+from ..common.prepared import layout_of, prepared
+from ..common.tma_operands import fits, fitting
+from ..jit import Launch
+from ..program import Codes, Place, Record, Tensor, prepare_launch
+from ..registry import Written, register_inputs
+from ..targets import target_of
+from .operands import check_sizes
+from .sms import busy_sms
 
 _OP = "k_grouped_gemm"
 
@@ -132,7 +130,7 @@ _INPUTS = "a", "a_scales", "b", "b_scales", "d"
 
 
 def launch_k_grouped(inputs: KGroupedInputs) -> None:
-    """`k_grouped_gemm` on a Hopper GPU: one kernel on the current stream; nothing waits for it.
+    """`k_grouped_gemm` by a kernel of ours: one on the current stream; nothing waits for it.
 
     Operands that TMA cannot address are copied first.
     """
@@ -166,7 +164,7 @@ def _prepare(inputs: KGroupedInputs) -> Launch:
     d = inputs.d if is_grouped else inputs.d[None]
     others = ("expert_offsets",) if is_grouped else ()
     r = Record(target_of(device_index), (*_INPUTS, *others))
-    describe_k_grouped(
+    r.target.gemms.k_grouped(
         r,
         Codes.of(inputs.a, inputs.a_scale_inv, "a"),
         Codes.of(inputs.b, inputs.b_scale_inv, "b"),
@@ -179,96 +177,9 @@ def _prepare(inputs: KGroupedInputs) -> Launch:
 
 
 k_grouped_gemm = register_inputs(
-    _OP, KGroupedInputs, "()", cpu=_body, fake=check_k_grouped, hopper=launch_k_grouped
+    _OP, KGroupedInputs, "()", reference=_body, fake=check_k_grouped, kernels=launch_k_grouped
 )
 """Write `d[e] = sum over tokens t of e of dequantize(a)[:, t] dequantize(b)[:, t]^T`, or add it.
 
 Each 128 tokens are summed by tensor cores, then promoted to FP32 with the product of both scales.
 An expert without tokens gets zeros. The sum has one order: the same operands give the same bits."""
-
-
-# ---- The kernel ----
-
-SOURCE = Path(__file__).with_name("k_grouped.cu")
-_BAND_ROWS = 1536  # rows of d over which the CTAs that run at once are spread
-
-
-def kernel_of(config: KGroupedConfig) -> Kernel:
-    return Kernel(SOURCE, config.kernel_name(), "")
-
-
-def _config_of(b: Codes, d: Tensor, *, accumulates: bool) -> KGroupedConfig:
-    (_, m, n), blocks_b = d.shape, b.scale_inv.shape[-1] != b.data.shape[1]
-    d_fits = d.fits and n * d.element_size() % TMA_BYTES == 0
-    output = Output.of(d.dtype, accumulates)
-    return choose_config(m, n, output, blocks_b=blocks_b, d_fits=d_fits)
-
-
-def describe_k_grouped(
-    r: Record,
-    a: Codes,
-    b: Codes,
-    d: Tensor,
-    num_tokens: int,
-    *,
-    accumulates: bool = False,
-    expert_offsets: Place | None = None,
-    programmatic: bool = True,
-) -> None:
-    """One step that writes d, or adds to it.
-
-    TMA must be able to address all but d.
-
-    Args:
-        a, b: codes [B, M, 128] and [B, N, 128], scales [B, M] and [B, N] or [B, ceil(N/128)].
-        d: [E, M, N].
-        accumulates: whether the product is added to what d holds, which is fp32 then.
-        num_tokens: of the only expert; with offsets, no expert's rows end after it.
-        expert_offsets: int32 [E + 1]; None: there is one expert.
-    """
-    num_experts, m, n = d.shape
-    config = _config_of(b, d, accumulates=accumulates)
-    row_tiles, col_tiles = ceil_div(m, config.tile_m), ceil_div(n, config.tile_n * config.multicast)
-    num_tiles = num_experts * row_tiles * col_tiles
-    # The stride of a single matrix, or of a single row, has no meaning.
-    matrix_bytes, row_bytes = (
-        d.bytes_of_stride(axis) if d.shape[axis] > 1 else 0 for axis in (0, 1)
-    )
-    unit = 16 if config.output == Output.BFLOAT16 else 8  # bytes that are written at once
-    steps = d.alignment, matrix_bytes, row_bytes, n * d.element_size()
-    arguments = {
-        "expert_offsets": expert_offsets,
-        "d": d.place,
-        "d_matrix_bytes": matrix_bytes,
-        "d_row_bytes": row_bytes,
-        "num_experts": num_experts,
-        "num_tokens": num_tokens,
-        "m": m,
-        "n": n,
-        "num_row_tiles": row_tiles,
-        "num_col_tiles": col_tiles,
-        "band": min(row_tiles, max(1, _BAND_ROWS // config.tile_m)),
-        "aligned": not any(x % unit for x in steps),
-    }
-    box_m = config.tile_m // config.multicast
-    # Where TMA does not store d, any map will do.
-    last = TensorMap(a.data, (BLOCK, 8), BLOCK)
-    if config.stages_output:
-        last = TensorMap(d, (BLOCK // config.element_bytes, 64), BLOCK, is_written=True)
-    maps = (
-        TensorMap(a.data, (BLOCK, box_m), BLOCK),
-        TensorMap(b.data, (BLOCK, config.tile_n), BLOCK),
-        TensorMap(a.scale_inv, (config.tile_m, 1)),
-        TensorMap(b.scale_inv, (config.scales_b, 1)),
-        last,
-    )
-    r.step(
-        kernel_of(config),
-        min(num_tiles, max(1, r.target.configs.sms.busy // config.multicast)) * config.multicast,
-        config.threads,
-        arguments,
-        maps=(maps,),
-        programmatic=programmatic,
-        shared_bytes=config.shared_bytes,
-        cluster=config.multicast,
-    )

@@ -7,11 +7,12 @@ from collections.abc import Hashable
 import pytest
 
 from moefp8.kernels import jit
-from moefp8.kernels.gemm.config import MAX_SHARED_BYTES
-from moefp8.kernels.gemm.k_grouped.config import KGroupedConfig, Output, choose_config
-from moefp8.kernels.gemm.k_grouped.k_grouped import kernel_of
+from moefp8.kernels.gemm.sm90.config import MAX_SHARED_BYTES
+from moefp8.kernels.gemm.sm90.k_grouped.config import KGroupedConfig, Output, choose_config
+from moefp8.kernels.gemm.sm90.k_grouped.launch import kernel_of
+from tests.gpu import ARCH
 from tests.kernels import nvdisasm
-from tests.kernels.gemm.test_compile import releases_before_reads
+from tests.kernels.gemm.sm90.test_compile import releases_before_reads
 from tests.sampling import sample
 
 
@@ -38,7 +39,7 @@ def cubins(tmp_path_factory) -> dict[KGroupedConfig, jit.Cubin]:
     configs = sampled()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MOEFP8_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
-        found = jit.compile_kernels(map(kernel_of, configs))
+        found = jit.compile_kernels(map(kernel_of, configs), ARCH)
     return dict(zip(configs, found, strict=True))
 
 

@@ -1,0 +1,1 @@
+"""The GEMMs of Hopper GPUs: device code, configs, heuristic, what was tuned, descriptions."""
