@@ -166,9 +166,14 @@ def _weights_error(name: str, module: nn.Module, was: nn.Module) -> float:
 
 
 def _stacks(was: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
-    """[E, 2I, H] and [E, H, I] of transformers' stacks, or of DBRX's."""
+    """[E, 2I, H], gate first, and [E, H, I] of transformers' stacks, or of DBRX's."""
     if hasattr(was, "gate_up_proj"):
-        return was.get_parameter("gate_up_proj"), was.get_parameter("down_proj")
+        gate_up, down = was.get_parameter("gate_up_proj"), was.get_parameter("down_proj")
+        if getattr(was, "is_transposed", False):
+            gate_up, down = gate_up.mT, down.mT
+        if not getattr(was, "is_concatenated", True):
+            gate_up = torch.cat((gate_up[:, ::2], gate_up[:, 1::2]), dim=1)
+        return gate_up, down
     mlp: Any = was.get_submodule("mlp")
     shape = (mlp.moe_num_experts, mlp.ffn_hidden_size, mlp.hidden_size)
     gate, up, down = (x.view(shape) for x in (mlp.w1, mlp.v1, mlp.w2))

@@ -266,8 +266,12 @@ def _launch_parts(
 ) -> None:
     """Launch part by part, or at once with contiguous copies of hidden states and addend."""
     addend = inputs.addend
-    if num_parts == 0:
-        y.copy_(_body(inputs))
+    if num_parts == 0 and inputs.down_proj_bias is not None and y.numel():
+        y.copy_(_body(inputs))  # I is 0, so that biases are all there is
+    elif num_parts == 0:
+        y.zero_()
+        if addend is not None:
+            y.add_(addend.detach())
     elif num_parts == 1:
         addend = None if addend is None else addend.contiguous()
         whole = inputs._replace(hidden_states=inputs.hidden_states.contiguous(), addend=addend)

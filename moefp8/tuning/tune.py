@@ -266,10 +266,9 @@ def _layer_calls(sizes: Sizes, weights: Weights, base: ConfigSource) -> Callable
             Tensor.of(y, "y"),
         )
         launches = prepare_launches(r, x.get_device())
-        # An address of 0: no addend, nothing saved, no scales of tokens, no word.
-        none = torch.empty(0)
-        others = none, none, none, none
-        return _call_of(partial(launches, x.get_device()), [(*tokens, *weights, y, *others)])
+        given = *tokens, *weights, y
+        absent = [torch.empty(0)] * (len(INPUTS) - len(given))  # the other inputs, at address 0
+        return _call_of(partial(launches, x.get_device()), [(*given, *absent)])
 
     return call_with
 

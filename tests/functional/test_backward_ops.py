@@ -40,7 +40,8 @@ def of_experts(saved_in_fp8: bool = False) -> list:
     (x, *choice), weights = inputs(T, H, K, E), weights_of(E, H, I)
     _, gate_up = experts_saving(x, *choice, *weights, LIMITED, False)
     saved = quantize_1x128(gate_up.flatten(0, 1)) if saved_in_fp8 else (gate_up, None)
-    return [tokens_of(T, H), *choice, *saved, *weights, LIMITED, False]
+    biases = torch.randn(E, H), torch.zeros(E, 2 * I), torch.zeros(E, H)
+    return [tokens_of(T, H), *choice, *saved, *weights, *biases, LIMITED, False]
 
 
 OPS = {

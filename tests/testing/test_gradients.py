@@ -152,12 +152,14 @@ def product(grad: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 @given(shape=gemm_shapes(max_m=20), data=spread(), of_y=spread())
 def test_linears(shape, data, of_y, device):
     m, n, k = shape
+    torch.manual_seed(data.seed)
     linear = FP8Linear(k, n).to(device)
     # In FP32: a gradient in BF16 would round the reference too, and a row may be one number.
     x, grad = data.tensor(m, k).to(device).float(), of_y.tensor(m, n).to(device)
     both = linear, reference_model(linear)
     ours, expected = (gradients(z, x, loss=partial(product, grad))["0"] for z in both)
-    assert_matches_reference(ours, expected)
+    # On a GPU sums have some 14 bits: in a row of few numbers most may cancel.
+    assert_matches_reference(ours, expected, 4e-3 if device == "cpu" else 2e-2)
 
 
 @on_cpu_and_gpu

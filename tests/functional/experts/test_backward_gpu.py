@@ -9,12 +9,12 @@ import gc
 import pytest
 import torch
 
-from moefp8.functional import expert_parts
 from moefp8.functional import parts as parts_room
 from moefp8.functional.experts import ExpertsInputs, launch_experts
 from moefp8.kernels import set_num_sms
 from moefp8.kernels.common.activation import KINDS, SWIGLU, Activation
 from moefp8.kernels.gemm.sizes import Sizes
+from moefp8.kernels.gemm.sm90.gemms import Sm90
 from moefp8.testing import assert_matches_reference
 from tests.functional.cases import (
     DOWN_FAMILIES,
@@ -265,7 +265,7 @@ def test_who_takes_which_tile_changes_no_bit(family, monkeypatch):
     made = [case(200, 1664, 2, weights) for _ in range(3)]  # in turns: what is left is wrong
     expected: list = []
     for take in (False, True):
-        monkeypatch.setattr(expert_parts, "takes_tiles", lambda *_, take=take: take)
+        monkeypatch.setattr(Sm90, "takes_tiles", lambda *_, take=take: take)
         with choosing(down, gate_up):
             for limit in (2, 5, 16, None):
                 set_num_sms(limit)

@@ -7,11 +7,11 @@ import torch
 
 import moefp8
 from moefp8 import GroupedExperts
-from moefp8.functional import expert_parts
 from moefp8.functional import parts as parts_room
 from moefp8.kernels import set_num_sms
 from moefp8.kernels.common.activation import KINDS, SWIGLU, Activation
 from moefp8.kernels.gemm.sizes import Sizes
+from moefp8.kernels.gemm.sm90.gemms import Sm90
 from tests.functional.cases import (
     EXPERTS_FAMILIES,
     GATE_UP_FAMILIES,
@@ -223,7 +223,7 @@ def test_who_takes_which_tile_changes_no_bit(family, monkeypatch):
     made = [inputs(200, 2, 6, 1664) for _ in range(3)]  # in turns: what is left is wrong
     expected: list[torch.Tensor] = []
     for take in (False, True):
-        monkeypatch.setattr(expert_parts, "takes_tiles", lambda *_, take=take: take)
+        monkeypatch.setattr(Sm90, "takes_tiles", lambda *_, take=take: take)
         with choosing(down, gate_up):
             for limit in (2, 5, 16, None):
                 set_num_sms(limit)

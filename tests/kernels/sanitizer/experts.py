@@ -83,7 +83,8 @@ def with_biases() -> Iterator[Launch]:
     for gate_up, down in EXPERTS_FAMILIES.values():
         with choosing(down, gate_up):
             yield partial(run_biases, "frozen", (77, 2, 3, 264, 200), torch.bfloat16)
-    for form, dtype in product(bias_cases.FORMS, (torch.bfloat16, torch.float32)):
+    # With "trained, bf16", PyTorch's own grouped GEMM would be judged, too.
+    for form, dtype in product(("frozen", "trained"), (torch.bfloat16, torch.float32)):
         for sizes in ((3, 2, 3, 264, 400), (140, 2, 150, 100, 36), (300, 3, 2, 129, 144)):
             yield partial(run_biases, form, sizes, dtype)
 

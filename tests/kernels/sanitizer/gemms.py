@@ -6,11 +6,13 @@ from functools import partial
 
 import torch
 
-from moefp8.kernels import empty_tma_aligned, jit, num_blocks, set_num_sms
+from moefp8.kernels import empty_tma_aligned, num_blocks, set_num_sms
 from moefp8.kernels.gemm import segments
 from moefp8.kernels.gemm.interface import GroupLayout
 from moefp8.kernels.gemm.k_grouped import k_grouped_gemm
 from moefp8.kernels.gemm.operands import Operands
+from moefp8.kernels.program import Place, Record, prepare_launch
+from moefp8.kernels.targets import target_of
 from tests.kernels.gemm.cases import choosing
 from tests.kernels.gemm.grouped_cases import (
     UNTOUCHED,
@@ -102,9 +104,10 @@ def run_segments() -> None:
     num_rows = 128 * 2100 - 50
     rows = torch.arange(num_rows, dtype=torch.int32).div(256, rounding_mode="floor").int()
     found = torch.full((segments.list_bytes(num_rows) // 16, 4), -1, dtype=torch.int32).cuda()
-    sources, group_of_row = (jit.Source(0), jit.Source(1)), rows.cuda()
-    launch = segments.prepare_segments(num_rows, 2000, 0, *sources, programmatic=False)
-    launch.on(0, (group_of_row.data_ptr(), found.data_ptr()))
+    group_of_row, r = rows.cuda(), Record(target_of(0), ("rows", "list"))
+    places = Place("rows"), Place("list")
+    segments.describe_segments(r, *places, num_rows, 2000, programmatic=False)
+    prepare_launch(r, 0).on(0, (group_of_row.data_ptr(), found.data_ptr()))
     begin = 256 * torch.arange(1050, dtype=torch.int32)
     zero, end = torch.zeros_like(begin), (begin + 256).clamp(max=num_rows)
     of_each = torch.stack([begin, end, torch.arange(1050, dtype=torch.int32), zero], 1)
