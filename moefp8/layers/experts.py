@@ -76,6 +76,8 @@ class GroupedExperts(TrainableModule):
     parallel: Any = None
     keep_transposed: bool | None = None
     saved_dtype = torch.bfloat16
+    gate_up_proj_bias: nn.Parameter | None
+    down_proj_bias: nn.Parameter | None
 
     def __init__(
         self,

@@ -226,11 +226,20 @@ class ReferenceExperts(_Reference):
         wgrad = experts.wgrad if experts.trainable else None
         of_gate, of_up, down = self._weights(expert)
         gate, up = (_product(x, rows, quantizes, wgrad, MIN_GRADIENT) for rows in (of_gate, of_up))
+        gate_up_bias, bias = (None if b is None else b[expert].float() for b in self._biases())
+        if gate_up_bias is not None:
+            of_gate, of_up = gate_up_bias.unflatten(0, (2, -1))
+            gate, up = gate + of_gate, up + of_up
         if quantizes:
-            y: torch.Tensor = _Down.apply(gate, up, weights, down, experts.activation, wgrad)
+            y: torch.Tensor = _Down.apply(gate, up, weights, down, bias, experts.activation, wgrad)
             return y
         y = _activated(gate, up, experts.activation) @ down.T
+        y = y if bias is None else y + bias
         return y.bfloat16().float() * weights[:, None]
+
+    def _biases(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Those of gate and up, and of down, of all experts."""
+        return self.experts.gate_up_proj_bias, self.experts.down_proj_bias
 
     def _weights(self, expert: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Those of gate, up and down of an expert, in FP32."""
@@ -269,28 +278,34 @@ class _Down(torch.autograd.Function):
         up: torch.Tensor,
         weights: torch.Tensor,
         down: torch.Tensor,
+        bias: torch.Tensor | None,
         activation: Activation,
         wgrad: str | None,
     ) -> torch.Tensor:
-        ctx.save_for_backward(gate.bfloat16(), up.bfloat16(), weights, down)
+        ctx.save_for_backward(gate.bfloat16(), up.bfloat16(), weights, down, bias)
         ctx.activation, ctx.wgrad = activation, wgrad
         y = rounded_to_fp8(_activated(gate, up, activation)) @ down.T
+        y = y if bias is None else y + bias
         return y.bfloat16().float() * weights[:, None]
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        *saved, weights, down = ctx.saved_tensors
+        *saved, weights, down, bias = ctx.saved_tensors
         with torch.enable_grad():
             gate, up = (x.float().requires_grad_() for x in saved)
             activated = _activated(gate, up, ctx.activation)
-        of_activated = _to_bf16(_gradient_to_fp8(grad) @ down)
+        rounded = _gradient_to_fp8(grad)
+        of_activated = _to_bf16(rounded @ down)
         weighted = of_activated * weights[:, None]
         of_gate, of_up = torch.autograd.grad(activated, (gate, up), weighted)
         of_weights = (of_activated * activated).sum(-1)
-        of_down = None
+        of_down = of_bias = None
+        if bias is not None:
+            of_weights = of_weights + rounded @ bias
+            of_bias = weights @ rounded
         if ctx.needs_input_grad[3]:
             of_down = _of_weight(grad, weights[:, None] * activated.detach(), ctx.wgrad)
-        return of_gate, of_up, of_weights, of_down, None, None
+        return of_gate, of_up, of_weights, of_down, of_bias, None, None
 
 
 class _Rounded(torch.autograd.Function):

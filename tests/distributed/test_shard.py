@@ -181,7 +181,9 @@ def test_refusals_leave_the_model_whole(model, plan, rank, num_ranks, told):
 def test_experts_with_other_parameters_are_refused(name):
     experts = make("eager", 64)
     experts.register_parameter(name, nn.Parameter(torch.zeros(E, 128)))
-    with pytest.raises(ValueError, match="'experts' cuts experts of a GroupedExperts, PlainExperts"):
+    with pytest.raises(
+        ValueError, match="'experts' cuts experts of a GroupedExperts, PlainExperts"
+    ):
         moefp8.shard(experts, {"": "experts"}, 0, 2)
 
 

@@ -11,7 +11,7 @@ import moefp8
 from moefp8 import Activation, GroupedExperts
 from moefp8.adapters import add_lora
 from moefp8.layers.conversion.plain import PlainExperts
-from moefp8.testing import assert_matches_reference
+from moefp8.testing import assert_matches_reference, reference_model
 from tests.distributed.shard_cases import assert_sums_up
 from tests.functional.experts.bias_cases import (
     GPT_OSS,
@@ -174,3 +174,10 @@ def test_adapters_beside_biases():
     found = results_of(layer, call)
     assert_near(found, right, call, 0.1)
     assert not torch.equal(found["y"], without["y"])
+
+
+@pytest.mark.parametrize("form", [{}, {"trainable": True}])
+def test_the_reference_has_biases(form):
+    layer, call = with_biases(**form), call_of(SIZES)
+    found, right = results_of(layer, call), results_of(reference_model(layer), call)
+    assert_near(found, right, call, 0.04)  # gradients of biases are sums of codes here
