@@ -13,12 +13,19 @@ All are computed from the E4M3 codes that the GEMMs of the backward take.
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from ..kernels.common.blocks import BLOCK, num_blocks, round_up
-from ..kernels.common.checks import INPUTS, check_group_bias, check_shape, check_tensor
+from ..kernels.common.checks import (
+    INPUTS,
+    check_group_bias,
+    check_rows_contiguous,
+    check_same_device,
+    check_shape,
+    check_tensor,
+)
 from ..kernels.jit import Kernel
 from ..kernels.program import Codes, Place, Record, Tensor
 from ..routing.dispatch import Dispatched
@@ -55,21 +62,25 @@ class BiasGradients(NamedTuple):
 
 NO_BIASES = BiasGradients()
 BIAS_INPUTS = "down_bias", "grad_gate_up_bias", "grad_down_bias"
+Biases = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
 
-def check_bias_gradients(
-    op: str,
-    sizes: Sequence[int],
-    down_bias: torch.Tensor | None,
-    grad_gate_up_bias: torch.Tensor | None,
-    grad_down_bias: torch.Tensor | None,
-) -> None:
-    """sizes: E, H, I."""
-    e, h, i = sizes
+def biases_of(inputs: Any) -> Biases:
+    """The bias of down, and what the gradients of all biases are added to, of a backward's inputs.
+
+    They are in the order of `BIAS_INPUTS`.
+    """
+    grad_gate_up, grad_down = inputs.grad_gate_up_proj_bias, inputs.grad_down_proj_bias
+    return inputs.down_proj_bias, grad_gate_up, grad_down
+
+
+def check_bias_gradients(op: str, grad: torch.Tensor, sizes: Sequence[int], biases: Biases) -> None:
+    """grad: a tensor on the device where all must be. sizes: E, H, I."""
+    (e, h, i), (down_bias, grad_gate_up, grad_down) = sizes, biases
     check_group_bias(op, "down_proj_bias", down_bias, [e, h], "[E, H]")
     named = {
-        "grad_gate_up_proj_bias": (grad_gate_up_bias, 2 * i, "[E, 2I]"),
-        "grad_down_proj_bias": (grad_down_bias, h, "[E, H]"),
+        "grad_gate_up_proj_bias": (grad_gate_up, 2 * i, "[E, 2I]"),
+        "grad_down_proj_bias": (grad_down, h, "[E, H]"),
     }
     for name, (x, size, rule) in named.items():
         if x is not None:
@@ -77,6 +88,10 @@ def check_bias_gradients(
             check_shape(op, name, x, [e, size], rule)
             if not x.is_contiguous():
                 raise ValueError(f"{op}: {name} must be contiguous, got strides {x.stride()}")
+    if down_bias is not None:
+        check_rows_contiguous(op, "down_proj_bias", down_bias)
+    tensors = {name: x for name, (x, _, _) in named.items()}
+    check_same_device(op, grad=grad, down_proj_bias=down_bias, **tensors)
 
 
 def empty_bias_gradients(

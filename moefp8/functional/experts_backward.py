@@ -40,9 +40,9 @@ from ..routing.plan import build_maps
 from .activation import is_readable, readable_saved
 from .activation_rows import weights_of_rows
 from .expert_biases import (
-    BIAS_INPUTS,
     BiasGradients,
     add_bias_gradients,
+    biases_of,
     check_bias_gradients,
 )
 from .expert_parts import Choices, Combine, TransposedWeights, results_layout
@@ -104,17 +104,7 @@ def _check(inputs: ExpertsBackwardInputs) -> None:
         check_tensor(_OP, "gate_up", gate_up, (E4M3,), 2)
         saved = [2 * num_rows, i]
     check_shape(_OP, "gate_up", gate_up, saved, "two rows of I for each choice")
-    check_bias_gradients(_OP, inputs.down_proj.shape, *_biases(inputs))
-    check_same_device(_OP, grad=grad, **dict(zip(BIAS_INPUTS, _biases(inputs), strict=True)))
-
-
-_Biases = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
-
-
-def _biases(inputs: ExpertsBackwardInputs) -> _Biases:
-    """In the order of `BIAS_INPUTS`."""
-    grad_gate_up, grad_down = inputs.grad_gate_up_proj_bias, inputs.grad_down_proj_bias
-    return inputs.down_proj_bias, grad_gate_up, grad_down
+    check_bias_gradients(_OP, grad, inputs.down_proj.shape, biases_of(inputs))
 
 
 def _empty(inputs: ExpertsBackwardInputs) -> Gradients:
@@ -137,7 +127,7 @@ def _body(inputs: ExpertsBackwardInputs) -> Gradients:
     maps = build_maps(ids, num_experts, 1, None, inputs.expert_offset)
     _, expert_offsets, row_to_token, _, token_to_row = maps
     num_rows = len(row_to_token)
-    if num_rows == 0 or (i == 0 and not any(x is not None for x in _biases(inputs))):
+    if num_rows == 0 or (i == 0 and not any(x is not None for x in biases_of(inputs))):
         return dx.zero_(), top_k_weights.new_zeros(ids.shape, dtype=torch.float32)
     if gate_up_scales is not None:
         gate_up = dequantize(BlockScaled(gate_up, gate_up_scales)).view(num_rows, 2, i)
@@ -164,10 +154,10 @@ def _body(inputs: ExpertsBackwardInputs) -> Gradients:
             list(zip(*halves, strict=True)),
             inputs.activation,
         )
-    if any(x is not None for x in _biases(inputs)):
+    if any(x is not None for x in biases_of(inputs)):
         outputs = dequantize(BlockScaled(data, scale_inv), torch.float32)
         args = outputs, grad_gate_up, weight_of_row, expert_offsets
-        products += add_bias_gradients(*_biases(inputs), *args)
+        products += add_bias_gradients(*biases_of(inputs), *args)
     grad_weights = products[token_to_row.clamp(min=0)].masked_fill(token_to_row < 0, 0.0)
     return combine_rows(rows, token_to_row, is_first), grad_weights
 
@@ -193,7 +183,7 @@ def _launch_into(
     word: a number for the kernel of `combine`, which may differ from call to call.
     """
     if 0 in (*inputs.top_k_index.shape, *inputs.down_proj.shape):
-        if any(x is not None for x in _biases(inputs)):
+        if any(x is not None for x in biases_of(inputs)):
             for target, x in zip((dx, grad_weights), _body(inputs), strict=True):
                 target.copy_(x)
             return
@@ -249,7 +239,7 @@ def _launch_part(
     word: int = 0,
 ) -> None:
     grad, ids, top_k_weights, gate_up, scales = inputs[:5]
-    grad_scales, biases = inputs.grad_scale_inv, _biases(inputs)
+    grad_scales, biases = inputs.grad_scale_inv, biases_of(inputs)
     driver = current_driver()
     tensors = grad, ids, top_k_weights, gate_up, *weights
     key = (
@@ -303,7 +293,7 @@ def _prepare(
         activation=inputs.activation,
         expert_offset=inputs.expert_offset,
         combine=combine,
-        biases=BiasGradients.of(*_biases(inputs)),
+        biases=BiasGradients.of(*biases_of(inputs)),
         **layouts(
             grad=inputs.grad,
             grad_scales=inputs.grad_scale_inv,

@@ -32,7 +32,13 @@ from ...quant.columns import quantize_128x1, readable
 from ...routing.combine import sum_rows
 from ..activation import readable_saved
 from ..activation_rows import weights_of_rows
-from ..expert_biases import BIAS_INPUTS, BiasGradients, add_bias_gradients, check_bias_gradients
+from ..expert_biases import (
+    BIAS_INPUTS,
+    BiasGradients,
+    add_bias_gradients,
+    biases_of,
+    check_bias_gradients,
+)
 from ..expert_parts import Choices, TransposedWeights
 from ..grouped_linear import empty_dgrad
 from .activation_columns import ActivationColumnsGradients, activation_columns_backward
@@ -118,17 +124,7 @@ def _check_backward(inputs: TrainedExpertsBackwardInputs) -> None:
     check_shape(_OP, "hidden_states", x, grad.shape, "[T, H] as grad")
     shape = ids.shape
     check_shape(_OP, "top_k_weights", inputs.top_k_weights, shape, "[T, k] as top_k_index")
-    check_bias_gradients(_OP, down.shape, *_biases(inputs))
-    check_same_device(_OP, grad=grad, **dict(zip(BIAS_INPUTS, _biases(inputs), strict=True)))
-
-
-_Biases = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
-
-
-def _biases(inputs: TrainedExpertsBackwardInputs) -> _Biases:
-    """In the order of `BIAS_INPUTS`."""
-    grad_gate_up, grad_down = inputs.grad_gate_up_proj_bias, inputs.grad_down_proj_bias
-    return inputs.down_proj_bias, grad_gate_up, grad_down
+    check_bias_gradients(_OP, grad, down.shape, biases_of(inputs))
 
 
 def _allocate_backward(
@@ -164,14 +160,14 @@ def _backward(inputs: TrainedExpertsBackwardInputs) -> tuple[torch.Tensor, torch
         columns = activation_gradients.gate_up_columns, activation_gradients.gate_up_scale_inv
         k_grouped_gemm(*columns, *x_columns, grad_gate_up, offsets, 0, inputs.adds_to_gate_up_proj)
     grad_scores = activation_gradients.grad_weights
-    if len(rows[0]) and any(x is not None for x in _biases(inputs)):
+    if len(rows[0]) and any(x is not None for x in biases_of(inputs)):
         grad_rows, grad_gate_up = (
             dequantize(BlockScaled(*x), torch.float32) for x in (rows, activation_gradients[:2])
         )
         weight_of_row, _ = weights_of_rows(to_row, weights, len(grad_rows))
         grad_gate_up = grad_gate_up.unflatten(1, (2, -1))[..., : down_proj.shape[2]].flatten(1)
         args = grad_rows, grad_gate_up, weight_of_row, offsets
-        products = add_bias_gradients(*_biases(inputs), *args)
+        products = add_bias_gradients(*biases_of(inputs), *args)
         grad_scores += products[to_row.clamp(min=0)].masked_fill(to_row < 0, 0.0)
     return dx, grad_scores
 
@@ -189,7 +185,7 @@ def _launch_backward(inputs: TrainedExpertsBackwardInputs) -> tuple[torch.Tensor
         *(inputs.top_k_index, inputs.top_k_weights, saved, saved_scales),
         *(down.transposed, down.scale_inv.mT, gate_up.transposed, gate_up.scale_inv.mT),
         *(inputs.grad_down_proj, inputs.grad_gate_up_proj, dx, grad_weights),
-        *_biases(inputs),
+        *biases_of(inputs),
     )
     driver = current_driver()
     key = (
