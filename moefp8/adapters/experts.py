@@ -15,7 +15,7 @@ from ..functional.activation_rows import (
     activation_rows_backward,
 )
 from ..functional.autograd import first_order, no_gradients, records
-from ..functional.expert_biases import bias_gradients_of_rows, bias_products
+from ..functional.expert_biases import BIASES, bias_gradients_of_rows, bias_products
 from ..functional.grouped_bf16 import add_low_rank, grouped_outer
 from ..functional.grouped_linear import grouped_dgrad
 from ..kernels.common.activation import Activation
@@ -225,7 +225,6 @@ def _backward(
     return gradients
 
 
-BIASES = "gate_up_proj_bias", "down_proj_bias"
 _TENSORS = Inputs._fields.index("scaling_of_gate_up")
 _DIFFERENTIABLE = "hidden_states", "top_k_weights", *Inputs._fields[7:_TENSORS]
 

@@ -24,7 +24,7 @@ struct Arguments {
 // Barriers: one, before these are added up, in the order of the warps.
 // Alignment: rows begin at multiples of 4 B; a part that is not padded may end anywhere.
 __global__ void __launch_bounds__(kWarps * kWarp) bias_grad_kernel(const __grid_constant__ Arguments args) {
-  __shared__ float of_warps[kWarps][kBlock];
+  __shared__ float warp_sums[kWarps][kBlock];
   const uint32_t expert = blockIdx.x / args.num_blocks, block = blockIdx.x - expert * args.num_blocks;
   const uint32_t part = block * kBlock / args.padded_size, begin = block * kBlock - part * args.padded_size;
   const uint32_t warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
@@ -34,8 +34,8 @@ __global__ void __launch_bounds__(kWarps * kWarp) bias_grad_kernel(const __grid_
   float sums[kColumns] = {};
   if (begin + lane * kColumns < args.size) {
     const int end = args.expert_offsets[expert + 1];
-    const uint8_t* codes_of_block = args.rows + block * kBlock + lane * kColumns;
-    const float* scales_of_block = args.scales + block * args.scale_pitch;
+    const uint8_t* block_codes = args.rows + block * kBlock + lane * kColumns;
+    const float* block_scales = args.scales + block * args.scale_pitch;
     for (int first = args.expert_offsets[expert] + warp; first < end; first += kUnroll * kWarps) {
       uint32_t codes[kUnroll];
       float factors[kUnroll];
@@ -46,8 +46,8 @@ __global__ void __launch_bounds__(kWarps * kWarp) bias_grad_kernel(const __grid_
           codes[i] = 0, factors[i] = 0;
           continue;
         }
-        codes[i] = *reinterpret_cast<const uint32_t*>(codes_of_block + row * args.row_bytes);
-        factors[i] = scales_of_block[row] * (args.weight_of_row == nullptr ? 1 : args.weight_of_row[row]);
+        codes[i] = *reinterpret_cast<const uint32_t*>(block_codes + row * args.row_bytes);
+        factors[i] = block_scales[row] * (args.weight_of_row == nullptr ? 1 : args.weight_of_row[row]);
       }
 #pragma unroll
       for (int i = 0; i < kUnroll; ++i) {
@@ -57,13 +57,13 @@ __global__ void __launch_bounds__(kWarps * kWarp) bias_grad_kernel(const __grid_
     }
   }
 #pragma unroll
-  for (int j = 0; j < kColumns; ++j) of_warps[warp][lane * kColumns + j] = sums[j];
+  for (int j = 0; j < kColumns; ++j) warp_sums[warp][lane * kColumns + j] = sums[j];
   __syncthreads();
   const uint32_t column = begin + threadIdx.x;
   if (threadIdx.x >= kBlock || column >= args.size) return;
   float sum = 0;
 #pragma unroll
-  for (int i = 0; i < kWarps; ++i) sum += of_warps[i][threadIdx.x];
+  for (int i = 0; i < kWarps; ++i) sum += warp_sums[i][threadIdx.x];
   const uint32_t num_parts = args.num_blocks * kBlock / args.padded_size;
   args.grad_bias[(static_cast<int64_t>(expert) * num_parts + part) * args.size + column] += sum;
 }

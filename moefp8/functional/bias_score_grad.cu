@@ -24,7 +24,7 @@ struct Arguments {
 // Alignment: rows begin at multiples of 4 B, and may end anywhere.
 template <Input kBias>
 __global__ void __launch_bounds__(kThreads) bias_score_grad_kernel(const __grid_constant__ Arguments args) {
-  __shared__ float of_warps[kThreads / kWarp];
+  __shared__ float warp_sums[kThreads / kWarp];
   wait_for_previous_kernel();
   let_next_kernel_start();
   const int row = args.token_to_row[blockIdx.x];
@@ -34,11 +34,11 @@ __global__ void __launch_bounds__(kThreads) bias_score_grad_kernel(const __grid_
     const uint32_t i = first + threadIdx.x;
     expert += __syncthreads_count(i < args.num_experts && args.expert_offsets[i + 1] <= row);
   }
-  const uint8_t* codes_of_row = args.rows + row * args.row_bytes;
+  const uint8_t* row_codes = args.rows + row * args.row_bytes;
   const uint8_t* bias = args.bias + expert * args.bias_bytes;
   float sum = 0;
   for (uint32_t column = threadIdx.x * kColumns; column < args.size; column += kThreads * kColumns) {
-    const uint32_t codes = *reinterpret_cast<const uint32_t*>(codes_of_row + column);
+    const uint32_t codes = *reinterpret_cast<const uint32_t*>(row_codes + column);
     const float scale = args.scales[column / 128 * args.scale_pitch + row];
 #pragma unroll
     for (int i = 0; i < kColumns; ++i) {
@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(kThreads) bias_score_grad_kernel(const __grid_
   }
 #pragma unroll
   for (int distance = kWarp / 2; distance > 0; distance /= 2) sum += __shfl_xor_sync(0xffffffff, sum, distance);
-  if (threadIdx.x % kWarp == 0) of_warps[threadIdx.x / kWarp] = sum;
+  if (threadIdx.x % kWarp == 0) warp_sums[threadIdx.x / kWarp] = sum;
   __syncthreads();
-  if (threadIdx.x == 0) args.grad_scores[blockIdx.x] += of_warps[0] + of_warps[1] + of_warps[2] + of_warps[3];
+  if (threadIdx.x == 0) args.grad_scores[blockIdx.x] += warp_sums[0] + warp_sums[1] + warp_sums[2] + warp_sums[3];
 }

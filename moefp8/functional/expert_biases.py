@@ -36,6 +36,17 @@ _SCORE_SOURCE = Path(__file__).with_name("bias_score_grad.cu")
 _GRAD_THREADS, _SCORE_THREADS = 256, 128
 
 
+BIASES = "gate_up_proj_bias", "down_proj_bias"  # of a layer
+
+
+def bias_shapes(
+    num_experts: int, hidden_size: int, intermediate_size: int
+) -> dict[str, tuple[int, int]]:
+    """[E, 2I], gate first, and [E, H], by the names of biases."""
+    shapes = (num_experts, 2 * intermediate_size), (num_experts, hidden_size)
+    return dict(zip(BIASES, shapes, strict=True))
+
+
 class BiasGradients(NamedTuple):
     """What a backward takes and gives for biases.
 
@@ -76,22 +87,19 @@ def biases_of(inputs: Any) -> Biases:
 
 def check_bias_gradients(op: str, grad: torch.Tensor, sizes: Sequence[int], biases: Biases) -> None:
     """grad: a tensor on the device where all must be. sizes: E, H, I."""
-    (e, h, i), (down_bias, grad_gate_up, grad_down) = sizes, biases
-    check_group_bias(op, "down_proj_bias", down_bias, [e, h], "[E, H]")
-    named = {
-        "grad_gate_up_proj_bias": (grad_gate_up, 2 * i, "[E, 2I]"),
-        "grad_down_proj_bias": (grad_down, h, "[E, H]"),
-    }
-    for name, (x, size, rule) in named.items():
-        if x is not None:
-            check_tensor(op, name, x, (torch.float32,), 2)
-            check_shape(op, name, x, [e, size], rule)
-            if not x.is_contiguous():
-                raise ValueError(f"{op}: {name} must be contiguous, got strides {x.stride()}")
+    down_bias, *gradients = biases
+    shapes = bias_shapes(*sizes)
+    check_group_bias(op, "down_proj_bias", down_bias, shapes["down_proj_bias"], "[E, H]")
     if down_bias is not None:
         check_rows_contiguous(op, "down_proj_bias", down_bias)
-    tensors = {name: x for name, (x, _, _) in named.items()}
-    check_same_device(op, grad=grad, down_proj_bias=down_bias, **tensors)
+    named = {f"grad_{name}": x for name, x in zip(shapes, gradients, strict=True)}
+    for (name, x), shape in zip(named.items(), shapes.values(), strict=True):
+        if x is not None:
+            check_tensor(op, name, x, (torch.float32,), 2)
+            check_shape(op, name, x, shape, "[E, N] as the bias")
+            if not x.is_contiguous():
+                raise ValueError(f"{op}: {name} must be contiguous, got strides {x.stride()}")
+    check_same_device(op, grad=grad, down_proj_bias=down_bias, **named)
 
 
 def empty_bias_gradients(
@@ -101,11 +109,9 @@ def empty_bias_gradients(
 
     sizes: E, H, I.
     """
-    e, h, i = sizes
-    widths = {"gate_up_proj_bias": 2 * i, "down_proj_bias": h}
     return {
-        name: torch.zeros(e, width, device=device) if needs[name] else None
-        for name, width in widths.items()
+        name: torch.zeros(shape, device=device) if needs[name] else None
+        for name, shape in bias_shapes(*sizes).items()
     }
 
 

@@ -9,12 +9,19 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from ..functional.expert_biases import BIASES, bias_shapes
 from ..functional.experts import ExpertsInputs, check_saved_dtype, routed_experts
 from ..functional.training.experts import trainable_experts
 from ..functional.training.linear import Wgrad, check_wgrad
 from ..kernels import E4M3, num_blocks
 from ..kernels.common.activation import Activation, activation_of
-from ..kernels.common.checks import FLOATS, check_group_bias, check_rows_contiguous, check_tensor
+from ..kernels.common.checks import (
+    FLOATS,
+    check_group_bias,
+    check_rows_contiguous,
+    check_same_device,
+    check_tensor,
+)
 from ..quant import BlockScaled, dequantize, quantize_128x128
 from .conversion.plain import PlainExperts
 from .module import attributes_repr, check_dtype, draw_as_linear, frozen_parameter
@@ -26,7 +33,6 @@ Matrices = torch.Tensor | list[torch.Tensor]  # E of them
 # `moefp8.distributed` adds a function that spreads experts over a mesh's ranks: (experts, mesh).
 PARALLELIZERS: list[Callable[["GroupedExperts", Any], None]] = []
 WEIGHTS = "gate_up_proj", "gate_up_proj_scale_inv", "down_proj", "down_proj_scale_inv"
-BIASES = "gate_up_proj_bias", "down_proj_bias"
 
 
 class GroupedExperts(TrainableModule):
@@ -76,6 +82,7 @@ class GroupedExperts(TrainableModule):
     parallel: Any = None
     keep_transposed: bool | None = None
     saved_dtype = torch.bfloat16
+    is_rearranged = False  # whether `convert` turned stacks, which keep their names, see `Stacks`
     gate_up_proj_bias: nn.Parameter | None
     down_proj_bias: nn.Parameter | None
 
@@ -112,8 +119,7 @@ class GroupedExperts(TrainableModule):
         shapes = {"gate_up_proj": (e, 2 * i, h), "down_proj": (e, h, i)}
         if trainable or bias:
             check_dtype("GroupedExperts", dtype)
-        bias_shapes = {"gate_up_proj_bias": (e, 2 * i), "down_proj_bias": (e, h)}
-        for name, shape in bias_shapes.items():
+        for name, shape in bias_shapes(e, h, i).items():
             self.register_parameter(name, frozen_parameter(shape, device, dtype) if bias else None)
         if trainable:
             weights = {x: master_parameter(y, device, dtype) for x, y in shapes.items()}
@@ -134,7 +140,7 @@ class GroupedExperts(TrainableModule):
     @property
     def biases(self) -> dict[str, nn.Parameter]:
         """The biases that there are, by name."""
-        held = {name: self._parameters[name] for name in BIASES}
+        held = {name: self._parameters.get(name) for name in BIASES}
         return {name: x for name, x in held.items() if x is not None}
 
     @property
@@ -222,11 +228,12 @@ class GroupedExperts(TrainableModule):
         options: dict[str, Any] = {"activation": activation, "swiglu_limit": swiglu_limit}
         options |= {"layout": layout, "wgrad": wgrad}
         experts = cls(*down_proj.shape, device="meta", **options)
-        biases = {"gate_up_proj_bias": gate_up_proj_bias, "down_proj_bias": down_proj_bias}
-        for name, width in zip(BIASES, (gate_up_proj.shape[1], len(down_proj[0])), strict=True):
+        biases = dict(zip(BIASES, (gate_up_proj_bias, down_proj_bias), strict=True))
+        for name, shape in bias_shapes(*down_proj.shape).items():
             if (bias := biases[name]) is not None:
-                check_group_bias(op, name, bias, [len(down_proj), width], "[E, N]")
+                check_group_bias(op, name, bias, shape, "[E, N]")
                 check_rows_contiguous(op, name, bias)
+        check_same_device(op, down_proj=down_proj, **biases)
         experts._share_biases(biases, trainable=trainable)
         if trainable:
             weights = {"gate_up_proj": gate_up_proj, "down_proj": down_proj}

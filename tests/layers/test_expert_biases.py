@@ -121,7 +121,7 @@ def test_experts_of_gpt_oss_are_converted():
     assert found.activation == Activation("gpt_oss", 7.0, 1.702)
     for name, x in wanted.state_dict().items():
         assert torch.equal(found.state_dict()[name].float(), x.float())
-    with pytest.raises(ValueError, match="gate and up apart, or in turns"):
+    with pytest.raises(ValueError, match=r"holds its weights as \[E, in, out\]"):
         moefp8.convert(nn.ModuleDict({"experts": InTurns(plain)}), trainable=True)
 
 
@@ -181,3 +181,23 @@ def test_the_reference_has_biases(form):
     layer, call = with_biases(**form), call_of(SIZES)
     found, right = results_of(layer, call), results_of(reference_model(layer), call)
     assert_near(found, right, call, 0.04)  # gradients of biases are sums of codes here
+
+
+def test_updating_refuses_what_may_have_another_order():
+    """Rows in turns and gate first have one shape, and so has a square matrix turned."""
+    model = nn.ModuleDict({"experts": InTurns(plain_of())})
+    sent = {
+        f"experts.{name}": x.detach().clone() for name, x in model["experts"].named_parameters()
+    }
+    moefp8.convert(model)
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    for name, x in sent.items():
+        refused = pytest.raises(ValueError, match="nothing says which order came")
+        with refused, moefp8.updating(model) as update:
+            update.add({name: x})
+    codes = moefp8.convert(nn.ModuleDict({"experts": plain_of()})).state_dict()
+    with moefp8.updating(model) as update:
+        update.add({name: x for name, x in codes.items() if not name.endswith("bias")})
+    for name, x in model.state_dict().items():
+        wanted = before[name] if name.endswith("bias") else codes[name]
+        assert torch.equal(x.float(), wanted.float())

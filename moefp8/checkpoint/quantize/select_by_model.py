@@ -136,15 +136,15 @@ def _moves_of(
         if entry.shape != slot.shape:
             return f"stored as {list(entry.shape)}, and not as {list(slot.shape)}"
     stacks = stacks_of(skeleton.model.get_submodule(module))
-    if stacks is not None and len(stacks.gate_up) == 1 and stacks.names != STACKS:
-        return _LOST
-    if stacks is not None and stacks.is_in_turns:
+    if stacks is not None and stacks.is_rearranged:
         raise CheckpointError(
-            f"{module}: holds rows of gate and of up in turns, which no FP8 checkpoint does; "
-            "convert the model instead, load it by from_pretrained(..., "
+            f"{module}: holds its experts as [in, out], or rows of gate and of up in turns, which "
+            "no FP8 checkpoint does; convert the model instead, load it by from_pretrained(..., "
             f"quantization_config=FP8Config()), or pass skip={pattern_of(module)!r} to leave it as "
             "it is"
         )
+    if stacks is not None and len(stacks.gate_up) == 1 and stacks.names[:2] != STACKS:
+        return _LOST
     if stacks is not None and len(stacks.gate_up) > 1:
         named = {slot.name.removeprefix(f"{module}."): entry for entry, slot in direct}
         weights = [named[name] for name in stacks.names]

@@ -35,7 +35,8 @@ class Home:
     module, name: where it is. num_matrices: S of a stack [S, N, K] whose matrices are cut into
     blocks one by one, and of the stack of their scales; 0 of other tensors. parts: how many
     successive ones are one expert's: 2 for gate and up. quantizes: whether weights in 16 or 32
-    bits become its codes. needed: the parts that come before it is complete.
+    bits become its codes. is_rearranged: as of `GroupedExperts`: other orders may come under its
+    name. needed: the parts that come before it is complete.
     """
 
     module: str
@@ -45,6 +46,7 @@ class Home:
     num_matrices: int = 0
     parts: int = 1
     quantizes: bool = False
+    is_rearranged: bool = False
     needed: dict[str, None] = field(default_factory=dict)
 
 

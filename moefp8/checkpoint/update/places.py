@@ -101,6 +101,12 @@ class Places:
 
     def misfit(self, arrival: Arrival, place: Place) -> str | None:
         """Say why arrival cannot go to place, or None if it can."""
+        if place.home.is_rearranged and not place.is_scale and arrival.dtype != FP8:
+            return (
+                f"{place.slot.module} was converted from experts that are stored as [in, out], or "
+                "with rows of gate and of up in turns, and nothing says which order came; load a "
+                "checkpoint instead"
+            )
         problem = None
         if TORCH_DTYPES.get(arrival.dtype) not in place.dtypes:
             problem = _dtype_problem(arrival, place)
@@ -179,6 +185,7 @@ def _home_of(slot: Slot) -> Home:
     weight = name.removesuffix("_scale_inv")
     is_ours = isinstance(module, FixedDtypeModule) and weight in module.fp8_names
     home.quantizes = is_ours and slot.role is Role.WEIGHT
+    home.is_rearranged = getattr(module, "is_rearranged", False)
     axes = set(owner.shard)
     is_stack = owner.tensor.ndim == 3 and axes <= {0}
     if isinstance(module, TrainableModule) and weight in module.halved_names:
@@ -209,6 +216,8 @@ def _is_filled(tensor: torch.Tensor) -> bool:
 
 def _dtypes_of(slot: Slot, home: Home) -> frozenset[torch.dtype]:
     """The dtypes that may come for a slot."""
+    if home.is_rearranged and slot.role is not Role.SCALE:
+        return frozenset((E4M3,) if slot.role is Role.WEIGHT else ())
     if slot.role is Role.WEIGHT:
         return frozenset((E4M3, *(FLOATS if home.quantizes else ())))
     tried = {dtype: Arrival(slot.name, name, slot.shape) for dtype, name in DTYPE_NAMES.items()}

@@ -48,6 +48,8 @@ def updating(model: nn.Module, *, rename: Callable[[str], str] | None = None) ->
       and `trainable=True`; or E4M3 codes and their `*_scale_inv`, in one call or in two.
     - Master weights take any float dtype, cast to theirs; or codes and scales, dequantized.
     - All else takes what `load_checkpoint` takes, cast to its dtype.
+    - Experts that `convert` made of stacks [E, in, out], or of rows of gate and of up in turns, as
+      those of gpt-oss, take E4M3 codes and scales alone: nothing says in which order others came.
 
     `update.add` checks names, shapes and dtypes of all its tensors before it writes any of them;
     values are not checked. It works on the current stream of each device and waits for no GPU:

@@ -240,6 +240,7 @@ def _without_codes(module: nn.Module, settings: dict[str, Any]) -> TrainableModu
             return GroupedExperts.from_weights(gate_up, stacks.down, **settings, **biases)
         experts = GroupedExperts(*stacks.down.shape, device="meta", **settings)
         experts._share_biases(stacks.biases)
+        experts.is_rearranged = stacks.is_rearranged
         return experts
     wgrad = settings["wgrad"]
     if trainable and isinstance(module, nn.Linear):

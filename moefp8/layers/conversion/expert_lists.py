@@ -201,7 +201,7 @@ def tensors_problem(block: nn.Module, experts: ExpertList) -> str | None:
     tensors = dict((*block.named_parameters(), *block.named_buffers()))
     biases = [name for leaf in experts.leaves for name in experts.names_of(leaf)]
     if any(f"{name}.bias" in tensors for name in biases):
-        return "its experts have biases, which GroupedExperts has not"
+        return "its experts have biases, which are not stacked"
     inner = {f"{name}.weight" for name in biases}
     if extra := sorted(
         name for name in tensors if name not in inner and _is_in(name, experts.name)

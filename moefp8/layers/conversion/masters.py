@@ -11,10 +11,12 @@ def master_problem(module: nn.Module) -> str | None:
     if is_conv1d(module):
         return "holds its weight as [in, out], where a master weight is [out, in]"
     stacks = stacks_of(module)
+    if stacks is not None and stacks.is_transposed:
+        return "holds its weights as [E, in, out], where master weights are [E, out, in]"
     if stacks is not None and len(stacks.gate_up) > 1:
         return (
-            "holds gate and up apart, or in turns, where a master weight is one stack of both, "
-            "gate first: a copy would be no parameter that an optimizer knows"
+            "holds gate and up apart, where a master weight is one stack of both: a copy would be "
+            "no parameter that an optimizer knows"
         )
     for name in ("weight",) if stacks is None else stacks.names:
         weight = module.get_parameter(name)

@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ...functional.activation import activate
+from ...functional.expert_biases import bias_shapes
 from ...kernels.common.activation import Activation, activation_of
 from ...kernels.common.checks import check_choices
 from ..module import attributes_repr, draw_as_linear
@@ -46,8 +47,7 @@ class PlainExperts(nn.Module):
         self.activation = activation_of("PlainExperts", activation, swiglu_limit)
         self.gate_up_proj = nn.Parameter(torch.empty(e, 2 * i, h, device=device, dtype=dtype))
         self.down_proj = nn.Parameter(torch.empty(e, h, i, device=device, dtype=dtype))
-        shapes = {"gate_up_proj_bias": (e, 2 * i), "down_proj_bias": (e, h)}
-        for name, shape in shapes.items():
+        for name, shape in bias_shapes(e, h, i).items():
             made = nn.Parameter(torch.empty(shape, device=device, dtype=dtype)) if bias else None
             self.register_parameter(name, made)
         self.reset_parameters()

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ...functional.activation import activate
+from ...functional.expert_biases import bias_shapes
 from ...functional.kept import is_plain
 from ...kernels.common.activation import KINDS, Activation
 from ..experts import GroupedExperts
@@ -32,6 +33,7 @@ class Stacks:
     gate_up: one stack [E, 2I, H], gate rows first, or gate and up [E, I, H]; down: [E, H, I].
     gate_up_bias: as many [E, 2I] or [E, I], or none; down_bias: [E, H], or None.
     shapes_of: the shapes of the parameters for other H and I, by name.
+    is_transposed: whether the parameters are [E, in, out].
     """
 
     gate_up: tuple[torch.Tensor, ...]
@@ -40,11 +42,16 @@ class Stacks:
     shapes_of: Callable[[int, int], dict[str, tuple[int, ...]]]
     gate_up_bias: tuple[torch.Tensor, ...] = ()
     down_bias: torch.Tensor | None = None
+    is_transposed: bool = False
 
     @property
-    def is_in_turns(self) -> bool:
-        """Whether rows of gate and of up are stored in turns."""
-        return len(self.gate_up) > 1 and self.names[:2] in _STACK_NAMES
+    def is_rearranged(self) -> bool:
+        """Whether parameters of these names have another order here than in `GroupedExperts`.
+
+        They are transposed, or have rows of gate and of up in turns.
+        """
+        is_in_turns = len(self.gate_up) > 1 and self.names[:2] in _STACK_NAMES
+        return self.is_transposed or is_in_turns
 
     @property
     def biases(self) -> dict[str, torch.Tensor]:
@@ -74,37 +81,40 @@ def _stacks_of(
 ) -> Stacks:
     """Stacks as the module's attributes say; those of transformers are [out, in] by default."""
     is_transposed = bool(getattr(module, "is_transposed", False))
-    bias_names = [f"{name}_bias" for name in names]
-    found: list[Any] = [getattr(module, name, None) for name in bias_names]
-    held = {
-        name: x
-        for name, x in zip(bias_names, found, strict=True)
-        if isinstance(x, torch.Tensor) and x.ndim == 2
-    }
-    gate_up_bias, down_bias = (held.get(name) for name in bias_names)
+    biases: dict[str, torch.Tensor] = {}
+    for name in names:
+        bias: Any = getattr(module, f"{name}_bias", None)
+        if isinstance(bias, torch.Tensor) and bias.ndim == 2:
+            biases[f"{name}_bias"] = bias
     if is_transposed:
         gate_up, down = gate_up.mT, down.mT
     num_experts = len(down)
 
     def shapes_of(h: int, i: int) -> dict[str, tuple[int, ...]]:
-        shapes = [(2 * i, h), (h, i)]
-        turned = [tuple(reversed(x)) if is_transposed else x for x in shapes]
-        made = {name: (num_experts, *x) for name, x in zip(names, turned, strict=True)}
-        widths = dict(zip(bias_names, (2 * i, h), strict=True))
-        return made | {name: (num_experts, widths[name]) for name in held}
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name, (rows, columns) in zip(names, ((2 * i, h), (h, i)), strict=True):
+            matrix = (columns, rows) if is_transposed else (rows, columns)
+            shapes[name] = (num_experts, *matrix)
+            if f"{name}_bias" in biases:
+                shapes[f"{name}_bias"] = (num_experts, rows)
+        return shapes
 
-    def halves(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def halves(x: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        if x is None:
+            return ()
         if getattr(module, "is_concatenated", True):
             return (x,)
         return x[:, ::2], x[:, 1::2]  # rows of gate and of up in turns
 
+    gate_up_name, down_name = (f"{name}_bias" for name in names)
     return Stacks(
         halves(gate_up),
         down,
-        (*names, *held),
+        (*names, *biases),
         shapes_of,
-        () if gate_up_bias is None else halves(gate_up_bias),
-        down_bias,
+        halves(biases.get(gate_up_name)),
+        biases.get(down_name),
+        is_transposed,
     )
 
 
@@ -149,10 +159,10 @@ def form_problem(module: nn.Module, stacks: Stacks) -> str | None:
             shapes = "[E, 2I, H]", "[E, H, I]"
         held = " and ".join(f"{name} {shape}" for name, shape in zip(names, shapes, strict=False))
         return f"must hold {held}, got {gate_up} and {down}"
-    widths = {"gate_up_proj_bias": 2 * down[2], "down_proj_bias": down[1]}
+    bias_shape = bias_shapes(*stacks.down.shape)
     for name, bias in stacks.biases.items():
-        if list(bias.shape) != [down[0], widths[name]]:
-            return f"must hold {name} [E, {widths[name]}], got {list(bias.shape)}"
+        if bias.shape != bias_shape[name]:
+            return f"must hold {name} {list(bias_shape[name])}, got {list(bias.shape)}"
     if 0 in down:
         return f"must hold weights, got {names[0]} {gate_up} and {names[1]} {down}"
     return None
