@@ -80,7 +80,11 @@ def _share(gate: torch.Tensor, activation: Activation) -> torch.Tensor:
         return 0.5 * (gate * -math.sqrt(0.5)).erfc()
     if kind == "geglu_tanh":
         return (_TANH_SCALE * (gate + _TANH_CUBIC * gate**3)).sigmoid()
-    return (gate * activation.slope).sigmoid()
+    return _sloped(gate, activation).sigmoid()
+
+
+def _sloped(gate: torch.Tensor, activation: Activation) -> torch.Tensor:
+    return gate if activation.slope == 1 else gate * activation.slope
 
 
 _TANH_SCALE, _TANH_CUBIC = 2 * math.sqrt(2 / math.pi), 0.044715
@@ -98,7 +102,7 @@ def _gated_and_slope(
     if kind == "geglu":
         density = (-0.5 * gate * gate).exp() / math.sqrt(2 * math.pi)
         return gate * share, share + gate * density
-    steepness = gate * activation.slope
+    steepness = _sloped(gate, activation)
     if kind == "geglu_tanh":
         near = gate.clamp(-16, 16)  # beyond that, s (1 - s) is 0; gate^3 may be infinite
         steepness = _TANH_SCALE * near * (1 + 3 * _TANH_CUBIC * near * near)

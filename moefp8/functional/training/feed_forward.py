@@ -107,7 +107,7 @@ class _TrainedFeedForward(torch.autograd.Function):
         )
         wgrad, batch_invariant = ctx.wgrad, ctx.batch_invariant
         needs_x, needs_gate, needs_up, needs_down = ctx.needs_input_grad[4:]
-        gated, ungated = gate_up.unbind(1)
+        gated, ungated = gate_up.float().unbind(1)  # one copy; those of strided halves take longer
         activated = activate(gated, ungated, ctx.activation) if needs_down else gated
         needs = needs_x or needs_gate or needs_up, needs_down
         operands = _for_weight(activated, wgrad, needs_down)
