@@ -98,7 +98,7 @@ def precompile(
     _check_numbers(num_threads=num_threads, num_sms=num_sms)
     kernels: dict[str, dict[Kernel, None]] = {}  # by architecture, each once
     for target in targets_here(num_sms):
-        of_target = kernels_of(
+        needed = kernels_of(
             model,
             max_tokens,
             target,
@@ -107,7 +107,7 @@ def precompile(
             backward=backward,
             updating=updating,
         )
-        kernels.setdefault(target.arch, {}).update(dict.fromkeys(of_target))
+        kernels.setdefault(target.arch, {}).update(dict.fromkeys(needed))
     num_kernels = sum(map(len, kernels.values()))
     with Progress("compiling", num_kernels, "kernels", shown=progress) as bar:
         for arch, some in kernels.items():

@@ -228,8 +228,8 @@ class ReferenceExperts(_Reference):
         gate, up = (_product(x, rows, quantizes, wgrad, MIN_GRADIENT) for rows in (of_gate, of_up))
         gate_up_bias, bias = (None if b is None else b[expert].float() for b in self._biases())
         if gate_up_bias is not None:
-            of_gate, of_up = gate_up_bias.unflatten(0, (2, -1))
-            gate, up = gate + of_gate, up + of_up
+            gate_bias, up_bias = gate_up_bias.unflatten(0, (2, -1))
+            gate, up = gate + gate_bias, up + up_bias
         if quantizes:
             y: torch.Tensor = _Down.apply(gate, up, weights, down, bias, experts.activation, wgrad)
             return y
@@ -295,17 +295,17 @@ class _Down(torch.autograd.Function):
             gate, up = (x.float().requires_grad_() for x in saved)
             activated = _activated(gate, up, ctx.activation)
         rounded = _gradient_to_fp8(grad)
-        of_activated = _to_bf16(rounded @ down)
-        weighted = of_activated * weights[:, None]
-        of_gate, of_up = torch.autograd.grad(activated, (gate, up), weighted)
-        of_weights = (of_activated * activated).sum(-1)
-        of_down = of_bias = None
+        grad_activated = _to_bf16(rounded @ down)
+        weighted = grad_activated * weights[:, None]
+        grad_gate, grad_up = torch.autograd.grad(activated, (gate, up), weighted)
+        grad_weights = (grad_activated * activated).sum(-1)
+        grad_down = grad_bias = None
         if bias is not None:
-            of_weights = of_weights + rounded @ bias
-            of_bias = weights @ rounded
+            grad_weights = grad_weights + rounded @ bias
+            grad_bias = weights @ rounded
         if ctx.needs_input_grad[3]:
-            of_down = _of_weight(grad, weights[:, None] * activated.detach(), ctx.wgrad)
-        return of_gate, of_up, of_weights, of_down, of_bias, None, None
+            grad_down = _of_weight(grad, weights[:, None] * activated.detach(), ctx.wgrad)
+        return grad_gate, grad_up, grad_weights, grad_down, grad_bias, None, None
 
 
 class _Rounded(torch.autograd.Function):

@@ -89,14 +89,14 @@ class PeerGroup:
 
         It allocates some memory to see.
         """
-        of_ranks: list[Any] = [None] * dist.get_world_size(self.agreement.group)
-        dist.all_gather_object(of_ranks, _identity_of(device), group=self.agreement.group)
-        hosts, gpus, kinds, may_share = ({x[i] for x in of_ranks} for i in range(4))
-        if len(of_ranks) > MAX_RANKS:
-            return f"there are {len(of_ranks)} ranks, and at most {MAX_RANKS} can"
+        answers: list[Any] = [None] * dist.get_world_size(self.agreement.group)
+        dist.all_gather_object(answers, _identity_of(device), group=self.agreement.group)
+        hosts, gpus, kinds, may_share = ({x[i] for x in answers} for i in range(4))
+        if len(answers) > MAX_RANKS:
+            return f"there are {len(answers)} ranks, and at most {MAX_RANKS} can"
         if len(hosts) > 1:
             return "they are GPUs of several hosts"
-        if len(gpus) < len(of_ranks) and may_share != {"1"}:
+        if len(gpus) < len(answers) and may_share != {"1"}:
             return f"several ranks have one GPU (for tests, {_MAY_SHARE}=1 on all lets them)"
         if kinds != {(9, 0)}:
             return f"kernels of ours need Hopper GPUs, and their compute capabilities are {kinds}"
@@ -105,8 +105,8 @@ class PeerGroup:
             self.make(device, GRANULE, GRANULE)
         except Exception as error:  # of the driver, of rights, of what PyTorch was built with
             problem = f"{type(error).__name__}: {error}"
-        dist.all_gather_object(of_ranks, problem, group=self.agreement.group)
-        return next((x for x in of_ranks if x is not None), None)
+        dist.all_gather_object(answers, problem, group=self.agreement.group)
+        return next((x for x in answers if x is not None), None)
 
 
 def _identity_of(device: torch.device) -> tuple[str, str, tuple[int, int], str | None]:

@@ -8,7 +8,7 @@
 // would wait for it.
 // - Weights are rows: 64 of them, of which the thread has two.
 // - Weights are columns, kWeights of them: the thread adds two of every 8, but its lane keeps one of every kSpan, which
-//   lie in one piece. Shuffles bring the others, since registers would not suffice for them.
+//   are stored in one piece. Shuffles bring the others, since registers would not suffice for them.
 template <GemmConfig C, bool kAsRows = C.swap_ab, int kWeights = C.store_n>
 struct TileBias {
   static constexpr bool kAny = C.bias != Bias::kNone;
