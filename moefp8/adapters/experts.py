@@ -19,9 +19,10 @@ from ..functional.expert_biases import BIASES, bias_gradients_of_rows, bias_prod
 from ..functional.grouped_bf16 import add_low_rank, grouped_outer
 from ..functional.grouped_linear import grouped_dgrad
 from ..kernels.common.activation import Activation
-from ..kernels.common.blocks import BLOCK, num_blocks
+from ..kernels.common.blocks import BLOCK
 from ..kernels.gemm.grouped import m_grouped_fp8_gemm_nt_contiguous
 from ..quant.quantize import quantize_1x128, quantize_gradient_1x128
+from ..quant.weight_format import tile_scales
 from ..routing import RoutingPlan, build_plan
 from ..routing.combine import sum_rows
 
@@ -137,7 +138,7 @@ def _forward(inputs: Inputs) -> tuple[torch.Tensor, Saved, RoutingPlan]:
         u_of_gate_up = gate_up_adapter.add_to(gate_up, rows.bfloat16(), offsets)
     activated = activation_rows(gate_up, inputs.activation)
     y = x.new_empty((len(rows), h), dtype=torch.bfloat16)
-    down = inputs.down_proj, inputs.down_proj_scale_inv
+    down = inputs.down_proj, tile_scales(inputs.down_proj, inputs.down_proj_scale_inv)
     quantized, bias = quantize_1x128(activated, False), inputs.down_proj_bias
     multiply(quantized, down, y, expert_offsets=offsets, bias=bias)
     if down_adapter is not None:
@@ -160,9 +161,10 @@ def _halves(
     """Weights, their part of gate_up [R, 2, I] and their biases; no block spans gate and up."""
     weight, scale_inv = inputs.gate_up_proj, inputs.gate_up_proj_scale_inv
     i, bias = gate_up.shape[2], inputs.gate_up_proj_bias
+    scale_inv = tile_scales(weight, scale_inv, 2)
     if i % BLOCK == 0:
         return [((weight, scale_inv), gate_up.flatten(1), bias)]
-    weights = zip(weight.split(i, 1), scale_inv.split(num_blocks(i), 1), strict=True)
+    weights = zip(weight.split(i, 1), scale_inv.chunk(2, 1), strict=True)
     biases = (None, None) if bias is None else bias.split(i, 1)
     return list(zip(weights, gate_up.unbind(1), biases, strict=True))
 

@@ -13,7 +13,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 
-from ..kernels import BLOCK
 from ..kernels.common.checks import check_choices
 from ..layers.adapter import check_no_adapters
 from ..layers.conversion.plain import PlainExperts
@@ -28,6 +27,7 @@ from ..layers.parts import (
     note_parts,
     parts_of,
 )
+from ..quant.weight_format import WeightFormat
 
 Kind = Literal["rows", "columns", "experts", "intermediate"]
 
@@ -127,11 +127,17 @@ def _cuts(name: str, module: nn.Module, kind: Kind, rank: int, num_ranks: int) -
             f"shard: rank {rank} of {num_ranks} would hold nothing of {name}, whose {kind} are "
             f"{total}; use at most {total} ranks"
         )
-    is_fp8 = isinstance(module, FP8Linear | GroupedExperts) and not module.trainable
-    is_block_scaled = is_fp8 and kind != "experts"
-    part = Part(begin, end, total, begin % BLOCK if is_block_scaled else 0)
-    held = {leaf: axis for leaf, axis in axes.items() if module._parameters.get(leaf) is not None}
-    parts = {leaf: {axis: _part_of(leaf, kind, part)} for leaf, axis in held.items()}
+    weight_format = None
+    if isinstance(module, FP8Linear | GroupedExperts) and not module.trainable:
+        weight_format = None if kind == "experts" else module.weight_format
+    padding = 0 if weight_format is None else begin % weight_format.alignment
+    part = Part(begin, end, total, padding)
+    parts: dict[str, Parts] = {}
+    for leaf, axis in axes.items():
+        if (parameter := module._parameters.get(leaf)) is not None:
+            kept = _part_of(leaf, axis - parameter.ndim, kind, part, weight_format)
+            if kept is not None:
+                parts[leaf] = {axis: kept}
     yield _Cut(name, module, kind, part, parts)
 
 
@@ -195,11 +201,19 @@ def _apply(cut: _Cut) -> None:
     _tell(module, cut.kind, cut.part)
 
 
-def _part_of(name: str, kind: Kind, part: Part) -> Part:
-    """The part of the parameter that stays, along the axis that is cut."""
+def _part_of(
+    name: str, axis: int, kind: Kind, part: Part, weight_format: WeightFormat | None
+) -> Part | None:
+    """The part of the parameter that stays along the axis that is cut; None: all of it.
+
+    axis: -2 or -1 where `weight_format` is given, which is that of codes whose matrices are cut.
+    """
     if kind == "intermediate" and name.startswith("gate_up_proj"):
         part = replace(part, num_halves=2)
-    return part.in_blocks() if name.endswith(_SCALE) and kind != "experts" else part
+    if weight_format is None or not name.endswith(_SCALE):
+        return part
+    block = weight_format.rows if axis == -2 else weight_format.columns
+    return None if block is None else part.in_blocks(block)
 
 
 def _local(whole: torch.Tensor, parts: Parts) -> torch.Tensor:

@@ -14,6 +14,7 @@ from ..kernels.common.tma_operands import fitting, with_strides_of
 from ..kernels.gemm.interface import Config, GateUp, GroupLayout, GroupsOfTokens
 from ..kernels.gemm.sizes import Sizes, mean_load
 from ..kernels.program import Codes, Place, Record, Tensor, Word, layouts
+from ..quant.weight_format import tile_scales
 from ..routing.dispatch import Dispatched
 from .expert_biases import BiasGradients
 
@@ -223,17 +224,17 @@ class Weights(NamedTuple):
 
 
 def split_weights(projections: Projections) -> Weights:
-    """Views of gate, up and down."""
+    """Views of gate, up and down, and of the scales of their tiles."""
     gate_up, gate_up_scale_inv, down, down_scale_inv = projections
-    i = down.shape[2]
-    blocks = num_blocks(i)
+    gate, up = gate_up.chunk(2, 1)
+    gate_scales, up_scales = gate_up_scale_inv.chunk(2, 1)
     return Weights(
-        gate=gate_up[:, :i],
-        gate_scale_inv=gate_up_scale_inv[:, :blocks],
-        up=gate_up[:, i:],
-        up_scale_inv=gate_up_scale_inv[:, blocks:],
+        gate=gate,
+        gate_scale_inv=tile_scales(gate, gate_scales),
+        up=up,
+        up_scale_inv=tile_scales(up, up_scales),
         down=down,
-        down_scale_inv=down_scale_inv,
+        down_scale_inv=tile_scales(down, down_scale_inv),
     )
 
 

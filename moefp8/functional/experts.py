@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from ..kernels.common.activation import Activation, check_activation
-from ..kernels.common.blocks import E4M3, TMA_BYTES, num_blocks
+from ..kernels.common.blocks import E4M3, TMA_BYTES
 from ..kernels.common.checks import (
     FLOATS,
     check_choices,
@@ -33,6 +33,7 @@ from ..kernels.registry import register_inputs
 from ..kernels.targets import target_of
 from ..quant.numerics import quantize_1x128
 from ..quant.quantize import quantize_1x128 as quantize_op
+from ..quant.weight_format import check_weight_scales, tile_scales
 from ..routing.combine import combine_rows
 from ..routing.dispatch import dispatch_rows
 from ..routing.plan import build_maps
@@ -65,10 +66,9 @@ class ExpertsInputs(NamedTuple):
         score counts as 0. Values are checked on the CPU; on a GPU other ids count as E. A rank of
         expert parallelism takes the ids of the whole model.
     top_k_weights: [T, k] bf16, fp16 or fp32.
-    gate_up_proj: e4m3 [E, 2I, H], gate first; gate and up have 128x128 blocks of their own.
-    gate_up_proj_scale_inv: fp32 [E, 2 ceil(I/128), ceil(H/128)].
-    down_proj: e4m3 [E, H, I].
-    down_proj_scale_inv: fp32 [E, ceil(H/128), ceil(I/128)].
+    gate_up_proj: e4m3 [E, 2I, H], gate first. down_proj: e4m3 [E, H, I].
+    gate_up_proj_scale_inv, down_proj_scale_inv: fp32, in any of `FORMATS`; those of gate come
+        before those of up, e.g. [E, 2 ceil(I/128), ceil(H/128)] for blocks of 128x128.
     masked: whether, on a GPU, every expert has T rows of memory, and not only one for each of its
         tokens; the result is the same.
     expert_offset, num_global_experts: for a rank of expert parallelism, the id of its first expert,
@@ -114,17 +114,17 @@ def _allocate(inputs: ExpertsInputs) -> torch.Tensor:
         check_tensor(_OP, name, x, allowed, 3 if "proj" in name else 2)
     (num_tokens, _), (e, h, i) = hidden_states.shape, down.shape
     top_k = inputs.top_k_index.shape[1]
-    rules = (
-        ([num_tokens, h], "[T, H]"),
-        ([num_tokens, top_k], "[T, k]"),
-        ([num_tokens, top_k], "[T, k] as top_k_index"),
-        ([e, 2 * i, h], "[E, 2I, H] for down_proj [E, H, I]"),
-        ([e, 2 * num_blocks(i), num_blocks(h)], "[E, 2 ceil(I/128), ceil(H/128)]"),
-        ([e, h, i], "[E, H, I]"),
-        ([e, num_blocks(h), num_blocks(i)], "[E, ceil(H/128), ceil(I/128)]"),
-    )
-    for (name, x), (shape, rule) in zip(named.items(), rules, strict=True):
-        check_shape(_OP, name, x, shape, rule)
+    rules = {
+        "hidden_states": ([num_tokens, h], "[T, H]"),
+        "top_k_index": ([num_tokens, top_k], "[T, k]"),
+        "top_k_weights": ([num_tokens, top_k], "[T, k] as top_k_index"),
+        "gate_up_proj": ([e, 2 * i, h], "[E, 2I, H] for down_proj [E, H, I]"),
+    }
+    for name, (shape, rule) in rules.items():
+        check_shape(_OP, name, named[name], shape, rule)
+    for name, axes, parts in (("gate_up_proj", "E I H", 2), ("down_proj", "E H I", 1)):
+        scale_inv = named[f"{name}_scale_inv"]
+        check_weight_scales(_OP, f"{name}_scale_inv", scale_inv, named[name], axes, parts)
     if addend is not None:
         check_tensor(_OP, "addend", addend, (torch.bfloat16,), 2)
         check_shape(_OP, "addend", addend, [num_tokens, h], "[T, H] as hidden_states")
@@ -146,6 +146,8 @@ def _body(inputs: ExpertsInputs, gate_up: torch.Tensor | None = None) -> torch.T
     y = _allocate(inputs)
     hidden_states, top_k_index, top_k_weights = inputs[:3]
     gate_up_proj, gate_up_scales, down_proj, down_scales = inputs[3:7]
+    gate_up_scales = tile_scales(gate_up_proj, gate_up_scales, 2)
+    down_scales = tile_scales(down_proj, down_scales)
     num_experts, h, i = down_proj.shape
     if is_on_cpu := hidden_states.device.type == "cpu":
         check_choices(_OP, top_k_index, inputs.num_global_experts or num_experts)
@@ -166,7 +168,7 @@ def _body(inputs: ExpertsInputs, gate_up: torch.Tensor | None = None) -> torch.T
         if begin == end:
             continue
         weights = gate_up_proj[expert].unflatten(0, (2, i))
-        scales = gate_up_scales[expert].unflatten(0, (2, num_blocks(i)))
+        scales = gate_up_scales[expert].unflatten(0, (2, -1))
         gate, up = (
             product(data[begin:end], scale_inv[begin:end], *half)
             for half in zip(weights, scales, strict=True)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 from ..kernels.common.activation import Activation
-from ..kernels.common.blocks import E4M3, MIN_GRADIENT_AMAX, TMA_BYTES, num_blocks
+from ..kernels.common.blocks import E4M3, MIN_GRADIENT_AMAX, TMA_BYTES
 from ..kernels.common.checks import (
     check_quantized_or_not,
     check_same_device,
@@ -34,6 +34,7 @@ from ..kernels.registry import Written, register_inputs
 from ..kernels.targets import target_of
 from ..quant.block_scaled import BlockScaled, dequantize
 from ..quant.numerics import quantize_1x128
+from ..quant.weight_format import tile_scales
 from ..routing.combine import combine_rows
 from ..routing.dispatch import dispatch_rows
 from ..routing.plan import build_maps
@@ -123,6 +124,8 @@ def _body(inputs: ExpertsBackwardInputs) -> Gradients:
     dx, _ = _allocate(inputs)
     grad, ids, top_k_weights, gate_up, gate_up_scales, *weights = inputs[:9]
     gate_up_proj, gate_up_proj_scales, down_proj, down_scales = weights
+    gate_up_proj_scales = tile_scales(gate_up_proj, gate_up_proj_scales, 2)
+    down_scales = tile_scales(down_proj, down_scales)
     num_experts, h, i = down_proj.shape
     maps = build_maps(ids, num_experts, 1, None, inputs.expert_offset)
     _, expert_offsets, row_to_token, _, token_to_row = maps
@@ -145,7 +148,7 @@ def _body(inputs: ExpertsBackwardInputs) -> Gradients:
         grad_activated = block_scaled_matmul(data[begin:end], scale_inv[begin:end], *down_weights)
         halves = (
             gate_up_proj[expert].unflatten(0, (2, i)),
-            gate_up_proj_scales[expert].unflatten(0, (2, num_blocks(i))),
+            gate_up_proj_scales[expert].unflatten(0, (2, -1)),
         )
         rows[begin:end], products[begin:end], grad_gate_up[begin:end] = through_activation(
             grad_activated.bfloat16(),
@@ -193,9 +196,9 @@ def _launch_into(
         return
     weights = (
         transposed(inputs.down_proj, inputs.keep_transposed),
-        inputs.down_proj_scale_inv.mT,
+        tile_scales(inputs.down_proj, inputs.down_proj_scale_inv).mT,
         transposed(inputs.gate_up_proj, inputs.keep_transposed, parts=2),
-        inputs.gate_up_proj_scale_inv.mT,
+        tile_scales(inputs.gate_up_proj, inputs.gate_up_proj_scale_inv, 2).mT,
     )
     grad = inputs.grad
     if grad.stride(1) != 1:

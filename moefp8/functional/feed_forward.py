@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from ..kernels.common.activation import SWIGLU, Activation, check_activation
-from ..kernels.common.blocks import E4M3, num_blocks
+from ..kernels.common.blocks import E4M3
 from ..kernels.common.checks import (
     FLOATS,
     check_rows_contiguous,
@@ -37,6 +37,7 @@ from ..kernels.registry import register_inputs
 from ..kernels.targets import target_of
 from ..quant.numerics import quantize_1x128
 from ..quant.quantize import describe_quantize
+from ..quant.weight_format import check_weight_scales, tile_scales
 from .activation import activate, empty_gate_up
 
 _OP = "feed_forward"
@@ -46,7 +47,7 @@ class FeedForwardInputs(NamedTuple):
     """The inputs of `feed_forward`.
 
     x: [T, H] bf16, fp16 or fp32, quantized to 1x128; so are the activated values.
-    gate, up: e4m3 [I, H]. down: e4m3 [H, I]. Each has fp32 scales of 128x128 blocks.
+    gate, up: e4m3 [I, H]. down: e4m3 [H, I]. Each has fp32 scales, in any of `FORMATS`.
     batch_invariant: a row of the result has the same bits whatever T is, see `fp8_gemm_nt`.
     """
 
@@ -71,11 +72,9 @@ def _allocate(inputs: FeedForwardInputs) -> torch.Tensor:
     for name, (data, scale_inv) in weights.items():
         check_same_device(_OP, x=x, **{name: data, f"{name}_scale_inv": scale_inv})
         check_tensor(_OP, name, data, (E4M3,), 2)
-        check_tensor(_OP, f"{name}_scale_inv", scale_inv, (torch.float32,), 2)
-        shape = [h, i] if name == "down" else [i, h]
-        check_shape(_OP, name, data, shape, "[H, I]" if name == "down" else "[I, H]")
-        blocks = [num_blocks(size) for size in shape]
-        check_shape(_OP, f"{name}_scale_inv", scale_inv, blocks, f"the blocks of {name}")
+        shape, axes = ([h, i], "H I") if name == "down" else ([i, h], "I H")
+        check_shape(_OP, name, data, shape, f"[{axes.replace(' ', ', ')}]")
+        check_weight_scales(_OP, f"{name}_scale_inv", scale_inv, data, axes)
         check_rows_contiguous(_OP, name, data)
     check_activation(_OP, activation)
     return x.new_empty(x.shape, dtype=torch.bfloat16)
@@ -84,13 +83,16 @@ def _allocate(inputs: FeedForwardInputs) -> torch.Tensor:
 def _body(inputs: FeedForwardInputs, gate_up: torch.Tensor | None = None) -> torch.Tensor:
     y = _allocate(inputs)
     x, gate, gate_scale_inv, up, up_scale_inv, down, down_scale_inv, activation, exact = inputs
-    data, scale_inv = quantize_1x128(x)
-    gated = block_scaled_matmul(data, scale_inv, gate, gate_scale_inv, exact=exact)
-    ungated = block_scaled_matmul(data, scale_inv, up, up_scale_inv, exact=exact)
+    rows = quantize_1x128(x)
+    gated, ungated = (
+        block_scaled_matmul(*rows, weight, tile_scales(weight, scales), exact=exact)
+        for weight, scales in ((gate, gate_scale_inv), (up, up_scale_inv))
+    )
     if gate_up is not None:
         gate_up[:, 0], gate_up[:, 1] = gated, ungated
-    activated, scales = quantize_1x128(activate(gated, ungated, activation, exact=exact))
-    return y.copy_(block_scaled_matmul(activated, scales, down, down_scale_inv, exact=exact))
+    activated = quantize_1x128(activate(gated, ungated, activation, exact=exact))
+    scales = tile_scales(down, down_scale_inv)
+    return y.copy_(block_scaled_matmul(*activated, down, scales, exact=exact))
 
 
 _INPUTS = (
@@ -172,9 +174,9 @@ def _prepare(y: torch.Tensor, inputs: FeedForwardInputs, gate_up: torch.Tensor |
     describe_feed_forward(
         r,
         Tensor.of(x, "x"),
-        Codes.of(gate, gate_scales, "gate"),
-        Codes.of(up, up_scales, "up"),
-        Codes.of(down, down_scales, "down"),
+        Codes.of(gate, tile_scales(gate, gate_scales), "gate"),
+        Codes.of(up, tile_scales(up, up_scales), "up"),
+        Codes.of(down, tile_scales(down, down_scales), "down"),
         Tensor.of(y, "y"),
         activation=activation,
         saved=None if gate_up is None else Place("saved"),

@@ -30,6 +30,7 @@ from ..kernels.targets import target_of
 from ..quant.block_scaled import BlockScaled, dequantize
 from ..quant.numerics import quantize_1x128
 from ..quant.quantize import describe_quantize
+from ..quant.weight_format import tile_scales
 from .activation import activate_grad, describe_activation_backward, in_saved_layout
 from .autograd import first_order, no_gradients, records
 from .feed_forward import FeedForwardInputs, feed_forward, feed_forward_saving, pad
@@ -77,8 +78,9 @@ def _body(inputs: FeedForwardBackwardInputs) -> torch.Tensor:
     grad, gate_up, gate, gate_scale_inv, up, up_scale_inv, down, down_scale_inv, *_ = inputs
     activation, exact = inputs.activation, inputs.batch_invariant
     quantized = quantize_1x128(grad, min_amax=MIN_GRADIENT_AMAX)
-    grad_activated = block_scaled_matmul(*quantized, down.mT, down_scale_inv.mT, exact=exact)
-    halves = (gate, gate_scale_inv), (up, up_scale_inv)
+    down_scales = tile_scales(down, down_scale_inv)
+    grad_activated = block_scaled_matmul(*quantized, down.mT, down_scales.mT, exact=exact)
+    halves = (gate, tile_scales(gate, gate_scale_inv)), (up, tile_scales(up, up_scale_inv))
     grad_x, _, _ = through_activation(
         grad_activated.bfloat16(), gate_up, 1.0, halves, activation, exact=exact
     )
@@ -98,7 +100,7 @@ def through_activation(
     [R, 2I] as it was quantized.
 
     grad_activated: dA, bf16 [R, I]. gate_up: [R, 2, I]. weights: [R, 1], one a row.
-    halves: the weights of gate and of up, e4m3 [I, H], and their scales.
+    halves: the weights of gate and of up, e4m3 [I, H], and the scales of their tiles.
     exact: as in `block_scaled_matmul`.
     """
     grad, (gate, up) = grad_activated.float(), gate_up.float().unbind(1)
@@ -120,14 +122,16 @@ def _launch(inputs: FeedForwardBackwardInputs) -> torch.Tensor:
     grad, keep, (h, i) = inputs.grad, inputs.keep_transposed, inputs.down.shape
     if dx.numel() == 0 or i == 0:
         return dx.zero_()
+    gate_scales = tile_scales(inputs.gate, inputs.gate_scale_inv)
+    up_scales = tile_scales(inputs.up, inputs.up_scale_inv)
     more = -h % 16
     tensors = (
         (pad(grad, (0, more)) if grad.stride(1) == 1 else pad(grad, (0, more)).contiguous()),
         in_saved_layout(inputs.gate_up),
         fitting(pad(transposed(inputs.down, keep), (0, more))),
-        inputs.down_scale_inv.mT,
+        tile_scales(inputs.down, inputs.down_scale_inv).mT,
         fitting(pad(transposed_side_by_side(inputs.gate, inputs.up, keep), (0, 0, 0, more))),
-        torch.cat([inputs.gate_scale_inv, inputs.up_scale_inv]).mT,
+        torch.cat([gate_scales, up_scales]).mT,
         torch.empty_like(pad(dx, (0, more))) if more else dx,
     )
     options = inputs.activation, inputs.batch_invariant

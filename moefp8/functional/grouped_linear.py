@@ -12,6 +12,7 @@ from ..kernels.common.blocks import MIN_AMAX, MIN_GRADIENT_AMAX, round_up
 from ..kernels.gemm.grouped import m_grouped_fp8_gemm_nt_contiguous
 from ..kernels.registry import register
 from ..quant.quantize import quantize_1x128
+from ..quant.weight_format import tile_scales
 from .autograd import first_order, no_gradients, records
 from .transposed import transposed
 
@@ -25,7 +26,8 @@ def _grouped(
 ) -> torch.Tensor:
     result = rows.new_zeros(rows.shape[0], weight.shape[1], dtype=torch.bfloat16)
     a = quantize_1x128(rows.contiguous(), False, min_amax)
-    m_grouped_fp8_gemm_nt_contiguous(a, (weight, scale_inv), result, expert_offsets=expert_offsets)
+    b = weight, tile_scales(weight, scale_inv)
+    m_grouped_fp8_gemm_nt_contiguous(a, b, result, expert_offsets=expert_offsets)
     return result
 
 
@@ -63,7 +65,8 @@ def _dgrad(
     keep_transposed: bool | None,
 ) -> torch.Tensor:
     grad_rows = empty_dgrad(data, scale_inv, weight)
-    b = transposed(weight, keep_transposed, parts), weight_scale_inv.mT
+    scales = tile_scales(weight, weight_scale_inv, parts)
+    b = transposed(weight, keep_transposed, parts), scales.mT
     m_grouped_fp8_gemm_nt_contiguous((data, scale_inv), b, grad_rows, expert_offsets=expert_offsets)
     return grad_rows
 
@@ -132,7 +135,7 @@ def grouped_linear(
     Args:
         layer: the name in the error that a wanted gradient of the weight raises.
         rows: [R, K] bf16, fp16 or fp32; they are quantized to 1x128.
-        weight: e4m3 [E, N, K]. weight_scale_inv: fp32 [E, ceil(N/128), ceil(K/128)].
+        weight: e4m3 [E, N, K]. weight_scale_inv: fp32, in any of `FORMATS`.
         expert_offsets: int32 [E + 1], as in `m_grouped_fp8_gemm_nt_contiguous`.
         keep_transposed: see `transposed`.
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..kernels.common.blocks import E4M3, MIN_AMAX, MIN_GRADIENT_AMAX, num_blocks
+from ..kernels.common.blocks import E4M3, MIN_AMAX, MIN_GRADIENT_AMAX
 from ..kernels.common.checks import (
     FLOATS,
     check_bias,
@@ -37,6 +37,7 @@ from ..kernels.registry import register_inputs
 from ..kernels.targets import target_of
 from ..quant.numerics import quantize_1x128
 from ..quant.quantize import describe_quantize, launch_quantize_1x128
+from ..quant.weight_format import check_weight_scales, tile_scales
 from .autograd import first_order, no_gradients, records
 from .transposed import transposed
 
@@ -47,7 +48,7 @@ class LinearInputs(NamedTuple):
     """The inputs of `fp8_linear`.
 
     x: [M, K] bf16, fp16 or fp32; it is quantized to 1x128.
-    weight: e4m3 [N, K]. weight_scale_inv: fp32 [ceil(N/128), ceil(K/128)].
+    weight: e4m3 [N, K]. weight_scale_inv: its scales, fp32, in any of `FORMATS`.
     bias: [N] in bf16, fp16, fp32 or None.
     batch_invariant: a row of the result has the same bits whatever M is, see `fp8_gemm_nt`.
     """
@@ -66,13 +67,10 @@ def _allocate(inputs: LinearInputs) -> torch.Tensor:
     check_same_device(_OP, **named)
     check_tensor(_OP, "x", x, FLOATS, 2)
     check_tensor(_OP, "weight", weight, (E4M3,), 2)
-    check_tensor(_OP, "weight_scale_inv", weight_scale_inv, (torch.float32,), 2)
     (m, k), (n, weight_k) = x.shape, weight.shape
     if k != weight_k:
         raise ValueError(f"{_OP}: K must be equal in x and weight, got {k} and {weight_k}")
-    shape = [num_blocks(n), num_blocks(k)]
-    rule = "[ceil(N/128), ceil(K/128)]"
-    check_shape(_OP, "weight_scale_inv", weight_scale_inv, shape, rule)
+    check_weight_scales(_OP, "weight_scale_inv", weight_scale_inv, weight, "N K")
     check_rows_contiguous(_OP, "weight", weight)
     check_bias(_OP, bias, n)
     return x.new_empty((m, n), dtype=torch.bfloat16)
@@ -81,7 +79,8 @@ def _allocate(inputs: LinearInputs) -> torch.Tensor:
 def _body(inputs: LinearInputs) -> torch.Tensor:
     y = _allocate(inputs)
     x, weight, weight_scale_inv, bias, exact = inputs
-    result = block_scaled_matmul(*quantize_1x128(x), weight, weight_scale_inv, exact=exact)
+    scales = tile_scales(weight, weight_scale_inv)
+    result = block_scaled_matmul(*quantize_1x128(x), weight, scales, exact=exact)
     return y.copy_(result if bias is None else result + bias.float())
 
 
@@ -116,7 +115,8 @@ def _launch(inputs: LinearInputs, min_amax: float = MIN_AMAX) -> torch.Tensor:
     y = torch.empty_strided((m, n), (n, 1), dtype=torch.bfloat16, device=x.device)
     if not prepared.launches:
         data, scale_inv = launch_quantize_1x128(x, False, min_amax)
-        dense = DenseInputs(data, scale_inv, weight, weight_scale_inv, y, bias, batch_invariant)
+        scales = tile_scales(weight, weight_scale_inv)
+        dense = DenseInputs(data, scale_inv, weight, scales, y, bias, batch_invariant)
         launch_dense(dense, programmatic=True)
         return y
     bias_address = 0 if bias is None else bias.data_ptr()
@@ -138,7 +138,7 @@ def _prepare(inputs: LinearInputs, min_amax: float) -> Launches:
     describe_linear(
         r,
         Tensor.of(x, "x"),
-        Codes.of(weight, weight_scale_inv, "weight"),
+        Codes.of(weight, tile_scales(weight, weight_scale_inv), "weight"),
         Tensor.contiguous("y", m, n),
         **layouts(bias=bias),
         batch_invariant=batch_invariant,
@@ -235,7 +235,8 @@ def _body_backward(inputs: BackwardInputs) -> torch.Tensor:
     grad, weight, weight_scale_inv, _, exact = inputs
     dx = _allocate_backward(inputs)
     quantized = quantize_1x128(grad, min_amax=MIN_GRADIENT_AMAX)
-    return dx.copy_(block_scaled_matmul(*quantized, weight.mT, weight_scale_inv.mT, exact=exact))
+    scales = tile_scales(weight, weight_scale_inv)
+    return dx.copy_(block_scaled_matmul(*quantized, weight.mT, scales.mT, exact=exact))
 
 
 def _launch_backward(inputs: BackwardInputs) -> torch.Tensor:

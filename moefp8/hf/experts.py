@@ -16,13 +16,14 @@ from transformers.integrations.moe import ExpertsInterface
 from ..checkpoint.update import FOLLOWERS
 from ..functional.autograd import frozen
 from ..functional.grouped_linear import grouped_linear
-from ..kernels import E4M3, num_blocks
+from ..kernels import E4M3
 from ..kernels.common.activation import Activation
 from ..layers import GroupedExperts
 from ..layers.conversion.stacks import activations_of
 from ..layers.experts import BIASES, WEIGHTS
 from ..quant import BlockScaled
 from ..quant.each import quantize_128x128_each_into
+from ..quant.weight_format import BLOCKS
 from ..routing import build_plan, combine, dispatch
 
 _CACHE = "_moefp8_experts"  # no submodule, so that no state dict holds it
@@ -224,9 +225,9 @@ def _weights(
 
 def _empty(weights: torch.Tensor, halves: int) -> BlockScaled:
     num_experts, rows, columns = weights.shape
-    scales = num_experts, halves * num_blocks(rows // halves), num_blocks(columns)
+    grid = num_experts, *BLOCKS.grid(rows, columns, halves)
     return BlockScaled(
-        weights.new_empty(weights.shape, dtype=E4M3), weights.new_empty(scales, dtype=torch.float32)
+        weights.new_empty(weights.shape, dtype=E4M3), weights.new_empty(grid, dtype=torch.float32)
     )
 
 
@@ -253,8 +254,8 @@ def _stored(module: nn.Module, name: str, data: torch.Tensor, halves: int) -> Bl
             "those of 2I rows, since there are as many"
         )
     scale_inv = _weight(module, f"{name}_scale_inv").detach().float()
-    wanted = [halves * num_blocks(data.shape[1] // halves), num_blocks(data.shape[2])]
-    if list(scale_inv.shape[1:]) != wanted:
+    wanted = BLOCKS.grid(data.shape[1], data.shape[2], halves)
+    if scale_inv.shape[1:] != wanted:
         raise ValueError(
             f"{where}: {name}_scale_inv must be [E, {wanted[0]}, {wanted[1]}] for {halves} parts "
             f"of {data.shape[1] // halves} rows, each cut into blocks of 128, got "

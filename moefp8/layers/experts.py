@@ -13,7 +13,7 @@ from ..functional.expert_biases import BIASES, bias_shapes
 from ..functional.experts import ExpertsInputs, check_saved_dtype, routed_experts
 from ..functional.training.experts import trainable_experts
 from ..functional.training.linear import Wgrad, check_wgrad
-from ..kernels import E4M3, num_blocks
+from ..kernels import E4M3
 from ..kernels.common.activation import Activation, activation_of
 from ..kernels.common.checks import (
     FLOATS,
@@ -22,7 +22,7 @@ from ..kernels.common.checks import (
     check_same_device,
     check_tensor,
 )
-from ..quant import BlockScaled, dequantize, quantize_128x128
+from ..quant import BlockScaled, dequantize
 from .conversion.plain import PlainExperts
 from .module import attributes_repr, check_dtype, draw_as_linear, frozen_parameter
 from .parts import note_parts, parts_of_plain, without_padding
@@ -116,21 +116,26 @@ class GroupedExperts(TrainableModule):
         self.num_experts, self.hidden_size, self.intermediate_size = e, h, i
         self.activation = activation_of("GroupedExperts", activation, swiglu_limit)
         self.layout: ExpertLayout = layout
-        shapes = {"gate_up_proj": (e, 2 * i, h), "down_proj": (e, h, i)}
         if trainable or bias:
             check_dtype("GroupedExperts", dtype)
         for name, shape in bias_shapes(e, h, i).items():
             self.register_parameter(name, frozen_parameter(shape, device, dtype) if bias else None)
         if trainable:
-            weights = {x: master_parameter(y, device, dtype) for x, y in shapes.items()}
+            shapes = self._code_shapes()
+            weights = {x: master_parameter(shapes[x], device, dtype) for x in self.master_names}
             self._train_masters(weights, wgrad)
         else:
-            h_blocks, i_blocks = num_blocks(h), num_blocks(i)
-            self.gate_up_proj = frozen_parameter(shapes["gate_up_proj"], device, E4M3)
-            self.gate_up_proj_scale_inv = frozen_parameter((e, 2 * i_blocks, h_blocks), device)
-            self.down_proj = frozen_parameter(shapes["down_proj"], device, E4M3)
-            self.down_proj_scale_inv = frozen_parameter((e, h_blocks, i_blocks), device)
+            for name, shape in self._code_shapes().items():
+                setattr(self, name, frozen_parameter(shape, device, _code_dtype(name)))
         self.reset_parameters()
+
+    def _code_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of codes and scales, by the names of `WEIGHTS`."""
+        e, h, i = self.num_experts, self.hidden_size, self.intermediate_size
+        gate_up_grid = self.weight_format.grid(2 * i, h, parts=2)
+        down_grid = self.weight_format.grid(h, i)
+        shapes = (e, 2 * i, h), (e, *gate_up_grid), (e, h, i), (e, *down_grid)
+        return dict(zip(WEIGHTS, shapes, strict=True))
 
     def _train_masters(self, weights: dict[str, nn.Parameter], wgrad: Wgrad) -> None:
         self._hold_master_weights(weights, wgrad)
@@ -178,8 +183,12 @@ class GroupedExperts(TrainableModule):
         gate_up: one stack [E, 2I, H], gate rows first, or gate and up [E, I, H]; down: [E, H, I].
         """
         device = down.device if isinstance(down, torch.Tensor) else down[0].device
-        held = {name: self.get_parameter(name).detach() for name in WEIGHTS}
-        self._hold_codes({name: torch.empty_like(x, device=device) for name, x in held.items()})
+        self._hold_codes(
+            {
+                name: torch.empty(shape, dtype=_code_dtype(name), device=device)
+                for name, shape in self._code_shapes().items()
+            }
+        )
         for expert in range(0 if device.type == "meta" else self.num_experts):
             self._assign_expert(expert, [x[expert] for x in gate_up], down[expert])
 
@@ -190,10 +199,10 @@ class GroupedExperts(TrainableModule):
         """Quantize gate_up, [2I, H] or two [I, H], and down [H, I] into their slots."""
         rows = gate_up[0] if len(gate_up) == 1 else torch.cat([*gate_up])
         halves = rows.view(2, self.intermediate_size, self.hidden_size)
-        data, scale_inv = quantize_128x128(halves)
+        data, scale_inv = self.weight_format.quantize(halves)
         self.gate_up_proj[expert].copy_(data.flatten(0, 1))
         self.gate_up_proj_scale_inv[expert].copy_(scale_inv.flatten(0, 1))
-        data, scale_inv = quantize_128x128(down)
+        data, scale_inv = self.weight_format.quantize(down)
         self.down_proj[expert].copy_(data)
         self.down_proj_scale_inv[expert].copy_(scale_inv)
 
@@ -321,9 +330,7 @@ class GroupedExperts(TrainableModule):
         if self.trainable:
             check_whole("GroupedExperts.freeze", self)
             check_own_weights("GroupedExperts.freeze", self)
-            weights = self.gate_up_proj.detach(), self.down_proj.detach()
-            frozen = GroupedExperts.from_weights(*weights)
-            self._hold_codes({name: frozen.get_parameter(name).data for name in WEIGHTS})
+            self._quantize_from((self.gate_up_proj.detach(),), self.down_proj.detach())
             for bias in self.biases.values():
                 bias.requires_grad_(False).grad = None  # else an optimizer would move it
         return self
@@ -421,6 +428,10 @@ class GroupedExperts(TrainableModule):
         trained = ("wgrad",) if self.trainable else ()
         names = *sizes, *activation, "swiglu_limit", "layout", "trainable", *trained
         return attributes_repr(self, *names) + (", bias=True" if self.biases else "")
+
+
+def _code_dtype(name: str) -> torch.dtype:
+    return torch.float32 if name.endswith("_scale_inv") else E4M3
 
 
 def _check_stacks(op: str, gate_up: Sequence[int], down: Sequence[int]) -> None:

@@ -9,9 +9,9 @@ from torch.nn import functional as F
 from ..functional.linear import linear
 from ..functional.training.linear import Wgrad
 from ..functional.training.linear import linear as trained_linear
-from ..kernels import E4M3, num_blocks
+from ..kernels import E4M3
 from ..kernels.common.checks import FLOATS, check_rows_contiguous, check_tensor
-from ..quant import BlockScaled, dequantize, quantize_128x128
+from ..quant import BlockScaled, dequantize
 from .module import attributes_repr, check_dtype, draw_as_linear, frozen_parameter
 from .parts import note_parts, parts_of_plain, without_padding
 from .trainable import TrainableModule, check_own_weights, check_whole, master_parameter
@@ -83,8 +83,8 @@ class FP8Linear(TrainableModule):
             self._train_master(weight, wgrad)
         else:
             self.weight = frozen_parameter((out_features, in_features), device, E4M3)
-            scale_shape = num_blocks(out_features), num_blocks(in_features)
-            self.weight_scale_inv = frozen_parameter(scale_shape, device)
+            grid = self.weight_format.grid(out_features, in_features)
+            self.weight_scale_inv = frozen_parameter(grid, device)
         self.reset_parameters()
 
     def _train_master(self, weight: nn.Parameter, wgrad: Wgrad) -> None:
@@ -101,14 +101,14 @@ class FP8Linear(TrainableModule):
             draw_as_linear(self.weight, self.in_features)
         else:
             values = torch.empty(self.weight.shape, dtype=torch.float32, device=self.weight.device)
-            self._assign(quantize_128x128(draw_as_linear(values, self.in_features)))
+            self._assign(*self.weight_format.quantize(draw_as_linear(values, self.in_features)))
         if self.bias is not None:
             draw_as_linear(self.bias, self.in_features)
 
     @torch.no_grad()
-    def _assign(self, q: BlockScaled) -> None:
-        self.weight.copy_(q.data)
-        self.weight_scale_inv.copy_(q.scale_inv)
+    def _assign(self, data: torch.Tensor, scale_inv: torch.Tensor) -> None:
+        self.weight.copy_(data)
+        self.weight_scale_inv.copy_(scale_inv)
 
     @classmethod
     @torch.no_grad()
@@ -140,7 +140,7 @@ class FP8Linear(TrainableModule):
     @torch.no_grad()
     def _quantize_from(self, weight: torch.Tensor) -> None:
         """Take codes of weight [N, K], on its device."""
-        data, scale_inv = quantize_128x128(weight)
+        data, scale_inv = self.weight_format.quantize(weight)
         self._hold_codes({"weight": data, "weight_scale_inv": scale_inv})
 
     def _share_bias(self, bias: torch.Tensor | None) -> None:

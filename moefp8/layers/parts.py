@@ -1,7 +1,7 @@
 """Which part of a whole layer a module holds: notes that `shard` leaves and checkpoints read.
 
-An axis is cut into [begin, end) for each rank. FP8 weights have a scale for each block of 128, so
-a rank's tensor begins where a block does: zeros (`padding`, at most 127) take the place of other
+An axis is cut into [begin, end) for each rank. FP8 weights have a scale for each block, so a rank's
+tensor begins where a block does: zeros (`padding`, fewer than a block) take the place of other
 ranks' entries before `begin`. The rank holds the whole's scales of every block with its entries.
 """
 
@@ -12,7 +12,7 @@ from itertools import product
 import torch
 from torch import nn
 
-from ..kernels import BLOCK, num_blocks
+from ..kernels.common.blocks import ceil_div
 
 _ATTRIBUTE = "_moefp8_parts"
 Index = tuple[int | slice, ...]
@@ -40,9 +40,9 @@ class Part:
     def whole_size(self) -> int:
         return self.num_halves * self.total
 
-    def in_blocks(self) -> "Part":
+    def in_blocks(self, block: int) -> "Part":
         """The blocks that these entries are in; each half has blocks of its own."""
-        blocks = self.begin // BLOCK, num_blocks(self.end), num_blocks(self.total)
+        blocks = self.begin // block, ceil_div(self.end, block), ceil_div(self.total, block)
         return Part(*blocks, num_halves=self.num_halves)
 
     def spans(self) -> Iterator[tuple[slice, slice]]:

@@ -13,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ..functional.training.linear import Wgrad, check_wgrad
 from ..kernels import E4M3
 from ..kernels.common.checks import FLOATS
+from ..quant.weight_format import BLOCKS, WeightFormat
 from .adapter import check_no_adapters
 from .conversion.conversion import Conversion
 from .module import FixedDtypeModule, check_dtype
@@ -34,6 +35,7 @@ class TrainableModule(FixedDtypeModule):
 
     master_names: ClassVar[tuple[str, ...]] = ()  # weights, in either form
     halved_names: ClassVar[tuple[str, ...]] = ()  # those of two halves, each in blocks of its own
+    weight_format: WeightFormat = BLOCKS  # of the codes
     _wgrad: Wgrad = "128x1"
 
     @property

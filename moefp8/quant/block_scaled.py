@@ -8,6 +8,7 @@ from ..kernels.common.blocks import BLOCK, E4M3, e4m3_to_float, num_blocks
 from ..kernels.common.checks import check_same_device, check_tensor
 from . import quantize as ops
 from .numerics import matrices_of, tiles_128x128
+from .weight_format import FORMATS, format_of, tile_scales
 
 
 class BlockScaled(NamedTuple):
@@ -65,8 +66,8 @@ def dequantize(q: BlockScaled, dtype: torch.dtype = torch.float32) -> torch.Tens
     """`data * scale_inv` in FP32, rounded to `dtype`.
 
     Args:
-        q: (data [..., N, K], scale_inv) with 1x128 or 128x128 blocks; the shape of the scales
-            says which. A one-dimensional `data` [K] has 1x128 blocks.
+        q: (data [..., N, K], scale_inv) with 1x128 blocks, or weights in any of `FORMATS`; the
+            shape of the scales says which. A one-dimensional `data` [K] has 1x128 blocks.
 
     Raises:
         TypeError: `data` is not e4m3, or `scale_inv` not fp32.
@@ -79,16 +80,16 @@ def dequantize(q: BlockScaled, dtype: torch.dtype = torch.float32) -> torch.Tens
     if data.ndim < 1:
         raise ValueError("dequantize: data must be [..., K], got shape []")
     *rows, k = data.shape
-    row_blocks = [*rows[:-1], *map(num_blocks, rows[-1:])]
-    *scale_rows, scale_columns = scale_inv.shape or (0,)
-    if scale_rows not in (rows, row_blocks) or scale_columns != num_blocks(k):
-        raise ValueError(
-            "dequantize: scale_inv must be [..., N, ceil(K/128)] or [..., ceil(N/128), "
-            f"ceil(K/128)] for data {list(data.shape)}, got {list(scale_inv.shape)}"
-        )
-    if scale_rows == rows:
+    if list(scale_inv.shape) == [*rows, num_blocks(k)]:
         scale = scale_inv.repeat_interleave(BLOCK, dim=-1)[..., :k]
         return (e4m3_to_float(data) * scale).to(dtype)
+    if data.ndim < 2 or format_of(data.shape, scale_inv.shape) is None:
+        rules = " or ".join(f"[..., {x.rule('N', 'K')}]" for x in FORMATS)
+        raise ValueError(
+            f"dequantize: scale_inv must be [..., N, ceil(K/128)] or {rules} for data "
+            f"{list(data.shape)}, got {list(scale_inv.shape)}"
+        )
+    scale_inv = tile_scales(data, scale_inv)
     has_gradient = torch.is_grad_enabled() and scale_inv.requires_grad
     if not data.is_cpu or torch.compiler.is_compiling() or has_gradient:
         return _scaled(data, scale_inv).to(dtype)

@@ -49,7 +49,7 @@ def test_is_right(t, h, i, activation):
     [
         (0, lambda x: x.double(), "x must be"),
         (1, lambda x: x[:, 1:], r"gate must be \[I, H\]"),
-        (2, lambda x: x[:, :0], "gate_scale_inv must be the blocks of gate"),
+        (2, lambda x: x[:, :0], r"gate_scale_inv must be \[ceil"),
         (3, lambda x: x.float(), "up must be"),
         (5, lambda x: x.T, "down must be|last dimension of down"),
         (6, lambda x: x.half(), "down_scale_inv must be"),
