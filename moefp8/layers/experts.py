@@ -83,6 +83,10 @@ class GroupedExperts(TrainableModule):
     keep_transposed: bool | None = None
     saved_dtype = torch.bfloat16
     is_rearranged = False  # whether `convert` turned stacks, which keep their names, see `Stacks`
+    gate_up_proj: nn.Parameter
+    gate_up_proj_scale_inv: nn.Parameter
+    down_proj: nn.Parameter
+    down_proj_scale_inv: nn.Parameter
     gate_up_proj_bias: nn.Parameter | None
     down_proj_bias: nn.Parameter | None
 
@@ -118,8 +122,8 @@ class GroupedExperts(TrainableModule):
         self.layout: ExpertLayout = layout
         if trainable or bias:
             check_dtype("GroupedExperts", dtype)
-        for name, shape in bias_shapes(e, h, i).items():
-            self.register_parameter(name, frozen_parameter(shape, device, dtype) if bias else None)
+        for name, size in bias_shapes(e, h, i).items():
+            self.register_parameter(name, frozen_parameter(size, device, dtype) if bias else None)
         if trainable:
             shapes = self._code_shapes()
             weights = {x: master_parameter(shapes[x], device, dtype) for x in self.master_names}
