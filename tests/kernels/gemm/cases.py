@@ -195,10 +195,6 @@ def choosing(config: GemmConfig | None = None, gate_up: GemmConfig | None = None
                 names = "choose_config", "choose_grouped_config"
                 instead = dict.fromkeys(names, lambda *shape: config)
                 stack.enter_context(mock.patch.multiple(heuristic, **instead))
-                of_backward = mock.patch.object(
-                    expert_configs, "_backward_config", return_value=config
-                )
-                stack.enter_context(of_backward)
             yield
     finally:
         prepared.clear()

@@ -12,8 +12,9 @@ from ...program import Record
 from ..interface import GroupsOfTokens
 from ..sizes import Sizes, mean_load
 from ..sms import Sms
+from . import heuristic
 from .config import GemmConfig, with_most_stages
-from .heuristic import FEW_TOKENS, PEAK_LOAD, choose_grouped_config
+from .heuristic import FEW_TOKENS, PEAK_LOAD
 from .launch import has_more_tiles_than_clusters
 from .tuned import ConfigSource, Experts, Pair
 
@@ -66,7 +67,7 @@ def _largest(
 ) -> int:
     """The largest number of tokens, at most `most`, up to which the choice stays the same."""
     if choose is backward_configs:
-        numbers: Iterable[int] = range(sizes.num_tokens + 1, most + 1)
+        numbers: Iterable[int] = _deciding_numbers_backward(sizes, most)
     else:
         measured = source.table.configs.get(layer_of(sizes), ())
         others = {*deciding_numbers(sizes), *measured, *(n + 1 for n in measured)}
@@ -106,7 +107,8 @@ def backward_configs(source: ConfigSource, sizes: Sizes) -> Pair:
     num_sms, all_sms = source.num_sms, source.num_sms == source.all_sms
     shapes = (i, h), (h, 2 * round_up(i, BLOCK))
     first, second = (
-        _backward_config(load, limit, groups, n, k, num_sms, all_sms) for n, k in shapes
+        heuristic.choose_grouped_config(load, limit, groups, n, k, num_sms, all_sms)
+        for n, k in shapes
     )
     return first, second
 
@@ -123,7 +125,15 @@ def _backward_load(sizes: Sizes) -> tuple[int, int]:
     return load, max(load, min(sizes.num_tokens, 2 * BLOCK))
 
 
-_backward_config = lru_cache(16384)(choose_grouped_config)
+def _deciding_numbers_backward(sizes: Sizes, most: int) -> Iterator[int]:
+    """All numbers of tokens up to `most` where `backward_configs` may change, and some others."""
+    number, per_load = sizes.num_tokens, sizes.num_to_choose_from
+    while number < most:
+        if number >= 2 * BLOCK:
+            _, load = mean_load(sizes._replace(num_tokens=number))
+            number = max(number, heuristic.deciding_load(load) * per_load // sizes.top_k)
+        number += 1
+        yield number
 
 
 def describe_gate_up_config(

@@ -7,7 +7,7 @@ routings.
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ...common.blocks import BLOCK, ceil_div, round_up
+from ...common.blocks import BLOCK, ceil_div
 from ...program import Codes, Place, Record, Tensor
 from ..interface import GroupLayout, GroupsOfTokens
 from ..segments import ZERO_OF_LIST, describe_segments, list_bytes, most_segments
@@ -58,7 +58,8 @@ class Grouped(NamedTuple):
             tokens, max(tokens, limit), num_groups, n, k, sms.busy, sms.busy == sms.all
         )
         groups = GroupsOfTokens(layout, bounds, all_groups, most, tokens)
-        takes = takes_tiles(config, tokens, (num_rows, n, k), groups, sms)
+        load = heuristic.deciding_load(tokens)
+        takes = takes_tiles(config, load, (num_rows, n, k), groups, sms)
         return cls(config, tokens, groups, takes)
 
 
@@ -86,7 +87,7 @@ def describe_grouped(
 
     def largest(most: int) -> int:
         kernels = config, takes
-        for num_rows in _deciding_rows(b.data.shape[0], m, most):
+        for num_rows in _deciding_rows(layout, b.data.shape[0], m, most):
             other = choose(num_rows)
             if (other.config, other.takes_tiles) != kernels:
                 return num_rows - 1
@@ -108,17 +109,19 @@ def describe_grouped(
     describe_gemm(r, sms, config, a, b, d, tokens, bias=bias, groups=groups, programmatic=may_start)
 
 
-def _deciding_rows(num_groups: int, after: int, most: int) -> Iterator[int]:
+def _deciding_rows(layout: GroupLayout, num_groups: int, after: int, most: int) -> Iterator[int]:
     """All numbers of rows from `after` to `most` where `Grouped` may change, and some others.
 
-    It depends on the mean of the groups, and on the most rows of a group, up to
-    `_MOST_THAT_COUNT`.
+    It depends on the deciding load of the groups, and on the most rows of a group, up to
+    `_MOST_THAT_COUNT`; with ROWS and SEGMENTS on the blocks of rows, which change with the mean.
     """
+    has_blocks = layout in (GroupLayout.ROWS, GroupLayout.SEGMENTS)
     num_rows = after
     while num_rows < most:
-        last_of_mean = round_up(num_rows, num_groups)
-        is_few = num_rows < _MOST_THAT_COUNT or num_rows == last_of_mean
-        num_rows = num_rows + 1 if is_few else min(last_of_mean, most)
+        mean = ceil_div(num_rows, num_groups)
+        last = (mean if has_blocks else heuristic.deciding_load(mean)) * num_groups
+        is_few = num_rows < _MOST_THAT_COUNT or num_rows == last
+        num_rows = num_rows + 1 if is_few else min(last, most)
         yield num_rows
 
 

@@ -270,7 +270,15 @@ _WIDE_WAVES = 5
 _LOADS = 0.7, 0.85, 1.0, 1.15, 1.3  # loads of groups whose average is 1
 
 
-@lru_cache(16384)
+def deciding_load(tokens: int) -> int:
+    """The mean load whose config groups of `tokens` get: at most a sixteenth, or 63, more.
+
+    Up to 256, where tiles are chosen to hold groups whole, each load decides for itself. Beyond,
+    such a load takes no more tiles of 64, 128 or 192 tokens from 1024 on.
+    """
+    return tokens if tokens <= 256 else round_up(tokens, min(64, 1 << (tokens.bit_length() - 5)))
+
+
 def choose_grouped_config(
     tokens: int, limit: int, num_groups: int, n: int, k: int, num_sms: int, all_sms: bool = True
 ) -> GemmConfig:
@@ -281,6 +289,14 @@ def choose_grouped_config(
 
     tokens: from 1 to `limit`, which is the most that a group can have.
     """
+    load = deciding_load(tokens)
+    return _choose_grouped_config(load, max(load, limit), num_groups, n, k, num_sms, all_sms)
+
+
+@lru_cache(16384)
+def _choose_grouped_config(
+    tokens: int, limit: int, num_groups: int, n: int, k: int, num_sms: int, all_sms: bool
+) -> GemmConfig:
     grouped = partial(GemmConfig, stages=0, grouped=True)
     if tokens <= FEW_TOKENS:  # a tile should hold most groups whole, because it reads their weights
         cols = round_up(tokens * 3 // 2 + 8, 8)
