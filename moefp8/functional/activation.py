@@ -181,7 +181,7 @@ def describe_activation_backward(
     grad: Tensor,
     saved: Tensor,
     saved_scales: Tensor | None,
-    rows: Codes,
+    rows: Codes | None,
     activation: Activation,
     *,
     weights: Tensor | None = None,
@@ -191,7 +191,7 @@ def describe_activation_backward(
     bf16_rows: Place | None = None,
     weight_of_row: Place | None = None,
 ) -> None:
-    """Add a step to r: the gradients of gate and up in E4M3, for the choices of all tokens.
+    """Add a step to r: the gradients of gate and up, for the choices of all tokens.
 
     It waits for the previous step.
 
@@ -200,7 +200,7 @@ def describe_activation_backward(
         saved: bf16 [R, 2, I] in the layout of `empty_gate_up`, or e4m3 [2 R, I], contiguous.
         saved_scales: fp32 [2 R, ceil(I/128)], rows innermost; None for bf16.
         rows: e4m3 [..., R, 2 * (I rounded up to 128)], contiguous; the padding of each half is
-            written as zeros. fp32 scales, rows innermost.
+            written as zeros. fp32 scales, rows innermost. None: not written.
         weights: [T, k]; the next three arguments are then required. None: each row is of one token,
             and of the arguments below only `bf16_rows` is allowed.
         token_to_row: int32 [T, k], contiguous.
@@ -217,10 +217,6 @@ def describe_activation_backward(
         "grad_row_bytes": grad.bytes_of_stride(-2),
         "saved": saved.place,
         "saved_row_bytes": saved.bytes_of_stride(-2),
-        "rows": rows.data.place,
-        "row_pitch": 2 * padded_size,
-        "row_scales": rows.scale_inv.place,
-        "scale_pitch": rows.scale_inv.strides[-1],
         "bf16_rows": bf16_rows,
         "bf16_row_bytes": 2 * round_up(size, _COLUMNS),
         "token_to_row": token_to_row,
@@ -232,6 +228,13 @@ def describe_activation_backward(
         "activation": activation.arguments,
         "min_amax": MIN_GRADIENT_AMAX,
     }
+    if rows is not None:
+        arguments |= {
+            "rows": rows.data.place,
+            "row_pitch": 2 * padded_size,
+            "row_scales": rows.scale_inv.place,
+            "scale_pitch": rows.scale_inv.strides[-1],
+        }
     if saved_scales is not None:
         arguments["saved_scales"] = saved_scales.place
         arguments["saved_scale_pitch"] = saved_scales.strides[-1]

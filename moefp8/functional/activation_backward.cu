@@ -1,5 +1,6 @@
 // The gradient of the activation, between the two GEMMs of a backward of experts: that of gate and up, in E4M3.
-// For gradients of adapters, the kernel also stores them in BF16, with the weights of rows.
+// For gradients of adapters, the kernel also stores them in BF16, with the weights of rows; for those of a trained
+// feed-forward, in BF16 alone.
 //
 // The forward multiplied a = f(gate) * up by W_down, and the result by the weight of a choice. A CTA reads one row
 // of the gradient of `a`, not yet times that weight, and the saved gate and up. It recomputes `a`, whose dot product
@@ -24,7 +25,7 @@ struct Arguments {
   const int* token_to_row;   // [T, k]; -1: no row. Null: choice i has row i, and no weight
   const uint8_t* weights;    // [T, k]
   int64_t weight_token_bytes, weight_choice_bytes;
-  uint8_t* rows;             // E4M3 [R, 2, padded I]: gradients of gate and of up
+  uint8_t* rows;             // E4M3 [R, 2, padded I]: gradients of gate and of up; null: not stored
   int64_t row_pitch;         // of [2, padded I]
   float* row_scales;         // [2 * padded I / 128, pitch], rows innermost
   int64_t scale_pitch;
@@ -211,6 +212,7 @@ __global__ void __launch_bounds__(kThreads, 10) activation_backward_kernel(const
       }
     }
     of_weight += gradients.of_weight;
+    if (args.rows == nullptr) continue;
     const bool exists = column < args.padded_size;
     store_block(args, row, column, gradients.gate, exists);
     store_block(args, row, args.padded_size + column, gradients.up, exists);

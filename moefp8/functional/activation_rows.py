@@ -1,4 +1,4 @@
-"""The activation of rows and its gradient, for experts whose steps are separate ops.
+"""The activation of rows and its gradient, for feed-forwards and experts in separate steps.
 
 T tokens, k choices each, R rows, I intermediate.
 """
@@ -35,7 +35,7 @@ from .activation import (
     in_saved_layout,
 )
 
-_OP, _BACKWARD = "activation_rows", "activation_rows_backward"
+_OP, _GRAD, _BACKWARD = "activation_rows", "activation_rows_grad", "activation_rows_backward"
 
 
 class ActivationInputs(NamedTuple):
@@ -102,6 +102,90 @@ activation_rows = register_inputs(
 # ---- The gradient ----
 
 
+class ActivationGradInputs(NamedTuple):
+    """The inputs of `activation_rows_grad`.
+
+    grad: bf16 [R, I], the gradient of activated values. gate_up: as in `activation_rows`.
+    """
+
+    grad: torch.Tensor
+    gate_up: torch.Tensor
+    activation: Activation
+
+
+def _check_grad(op: str, grad: torch.Tensor, gate_up: torch.Tensor) -> None:
+    check_same_device(op, grad=grad, gate_up=gate_up)
+    check_tensor(op, "grad", grad, (torch.bfloat16,), 2)
+    num_rows, size = grad.shape
+    check_tensor(op, "gate_up", gate_up, (torch.bfloat16,), 3)
+    check_shape(op, "gate_up", gate_up, [num_rows, 2, size], "[R, 2, I] for grad [R, I]")
+
+
+def _allocate_grad(inputs: ActivationGradInputs) -> torch.Tensor:
+    """Check, then allocate the gradient; this is also the fake body."""
+    _check_grad(_GRAD, inputs.grad, inputs.gate_up)
+    return empty_gate_up(inputs.grad, *inputs.grad.shape)
+
+
+def _body_grad(inputs: ActivationGradInputs) -> torch.Tensor:
+    grad_gate_up, (gate, up) = _allocate_grad(inputs), inputs.gate_up.unbind(1)
+    *grad_halves, _ = activate_grad(inputs.grad.float(), gate, up, inputs.activation)
+    return grad_gate_up.copy_(torch.stack(grad_halves, 1))
+
+
+def _launch_grad(inputs: ActivationGradInputs) -> torch.Tensor:
+    grad_gate_up = _allocate_grad(inputs)
+    if grad_gate_up.numel():
+        grad, gate_up = _in_whole_rows(inputs.grad), in_saved_layout(inputs.gate_up)
+        activation, device_index = inputs.activation, grad.get_device()
+
+        def prepare() -> Launch:
+            tensors = Tensor.of(grad, "grad"), Tensor.of(gate_up, "gate_up")
+            r = _grad_record(target_of(device_index), *tensors, activation)
+            return prepare_launch(r, device_index)
+
+        launch = prepared((_GRAD, layout_of(grad), layout_of(gate_up), activation), prepare)
+        launch.on(device_index, tuple([x.data_ptr() for x in (grad, gate_up, grad_gate_up)]))
+    return grad_gate_up
+
+
+def _in_whole_rows(grad: torch.Tensor) -> torch.Tensor:
+    """grad itself, or a copy if its rows do not begin at multiples of 16 bytes."""
+    if (grad.data_ptr() | 2 * grad.stride(0)) % 16 or grad.stride(1) != 1:
+        return _empty_rows(grad, *grad.shape).copy_(grad)
+    return grad
+
+
+def _grad_record(target: Target, grad: Tensor, gate_up: Tensor, activation: Activation) -> Record:
+    r = Record(target, ("grad", "gate_up", "grad_gate_up"))
+    rows = Place("grad_gate_up")
+    describe_activation_backward(r, grad, gate_up, None, None, activation, bf16_rows=rows)
+    return r
+
+
+def activation_rows_grad_kernels(
+    target: Target, size: int, activation: Activation
+) -> Iterator[Kernel]:
+    """The kernel of `activation_rows_grad`."""
+    grad, gate_up = Tensor.contiguous("grad", 1, size), Tensor.contiguous("gate_up", 1, 2, size)
+    yield from _grad_record(target, grad, gate_up, activation).kernels
+
+
+activation_rows_grad = register_inputs(
+    _GRAD,
+    ActivationGradInputs,
+    "Tensor",
+    reference=_body_grad,
+    fake=_allocate_grad,
+    kernels=_launch_grad,
+)
+"""The gradient of `activation_rows`, d[gate | up] rounded to BF16: `ActivationGradInputs` ->
+[R, 2, I] in the layout of `empty_gate_up`."""
+
+
+# ---- The gradient of rows of choices ----
+
+
 class ActivationGradients(NamedTuple):
     """The results of `activation_rows_backward`; rows of no choice are undefined.
 
@@ -140,11 +224,9 @@ class ActivationBackwardInputs(NamedTuple):
 def _allocate_backward(inputs: ActivationBackwardInputs) -> ActivationGradients:
     """Check, then allocate the gradients; this is also the fake body."""
     grad, gate_up, token_to_row, weights, _ = inputs
-    check_same_device(_BACKWARD, grad=grad, gate_up=gate_up, top_k_weights=weights)
-    check_tensor(_BACKWARD, "grad", grad, (torch.bfloat16,), 2)
+    _check_grad(_BACKWARD, grad, gate_up)
+    check_same_device(_BACKWARD, grad=grad, top_k_weights=weights)
     (num_rows, size), device = grad.shape, grad.device
-    check_tensor(_BACKWARD, "gate_up", gate_up, (torch.bfloat16,), 3)
-    check_shape(_BACKWARD, "gate_up", gate_up, [num_rows, 2, size], "[R, 2, I] for grad [R, I]")
     check_tensor(_BACKWARD, "top_k_weights", weights, FLOATS, 2)
     check_shape(_BACKWARD, "top_k_weights", weights, token_to_row.shape, "[T, k]")
     padded = 2 * round_up(size, BLOCK)
@@ -198,8 +280,7 @@ def _launch_backward(inputs: ActivationBackwardInputs) -> ActivationGradients:
         return _body_backward(inputs)
     gradients = _allocate_backward(inputs)
     gate_up, token_to_row = in_saved_layout(gate_up), token_to_row.contiguous()
-    if (grad.data_ptr() | 2 * grad.stride(0)) % 16 or grad.stride(1) != 1:
-        grad = _empty_rows(grad, *grad.shape).copy_(grad)
+    grad = _in_whole_rows(grad)
     inputs = ActivationBackwardInputs(grad, gate_up, token_to_row, weights, activation)
     key = (_BACKWARD, *map(layout_of, inputs[:4]), activation)
     launch = prepared(key, lambda: _prepare_backward(inputs, gradients))

@@ -13,7 +13,11 @@ import torch
 from ..distributed.expert_parallel.experts import ParallelExperts
 from ..distributed.expert_parallel.transport import Traffic, Transport
 from ..functional import feed_forward_backward
-from ..functional.activation_rows import activation_rows_backward_kernels, activation_rows_kernels
+from ..functional.activation_rows import (
+    activation_rows_backward_kernels,
+    activation_rows_grad_kernels,
+    activation_rows_kernels,
+)
 from ..functional.expert_parts import BiasDtypes, CallTensors
 from ..functional.experts_records import experts_backward_kernels, experts_kernels
 from ..functional.feed_forward import feed_forward_kernels
@@ -229,12 +233,15 @@ class TrainedFeedForward(NamedTuple):
     masters: tuple[Master, ...]
 
     def kernels(self, demand: Demand) -> Iterator[Kernel]:
-        h, i, is_invariant, _ = self.frozen
+        h, i, is_invariant, activation = self.frozen
         if not (h and i):
             return
         yield from self.frozen.forward_kernels(demand)
+        if demand.backward:
+            yield from activation_rows_kernels(demand.target, i, activation)
+            yield from activation_rows_grad_kernels(demand.target, i, activation)
         gate = up = Linear(i, h, None, None, is_invariant)
-        down = Linear(h, i, None, frozenset({torch.float32}), is_invariant)
+        down = Linear(h, i, None, frozenset({_BF16}), is_invariant)
         for linear, master in zip((gate, up, down), self.masters, strict=True):
             yield from both_kernels(demand.target, master.dtype, linear.k)
             if demand.backward:

@@ -51,11 +51,12 @@ def activation_backward(made, weights_dtype: torch.dtype) -> None:
     activation = activation_of(made.kernel, x.activation)
     *of_halves, activated = activate_grad(grad * weights[:, None], *gate_up.unbind(1), activation)
     padded = F.pad(torch.stack(of_halves, 1), (0, x.padded_size - x.size)).flatten(1)
-    data, scale_inv = numerics.quantize_1x128(padded, False, x.min_amax)
-    codes = memory(x.rows, torch.uint8, [num_rows, data.shape[1]], [x.row_pitch, 1])
-    codes[rows] = data.view(torch.uint8)
-    shape = num_rows, scale_inv.shape[1]
-    memory(x.row_scales, torch.float32, [*shape], [1, x.scale_pitch])[rows] = scale_inv
+    if x.rows is not None:
+        data, scale_inv = numerics.quantize_1x128(padded, False, x.min_amax)
+        codes = memory(x.rows, torch.uint8, [num_rows, data.shape[1]], [x.row_pitch, 1])
+        codes[rows] = data.view(torch.uint8)
+        shape = num_rows, scale_inv.shape[1]
+        memory(x.row_scales, torch.float32, [*shape], [1, x.scale_pitch])[rows] = scale_inv
     if x.bf16_rows is not None:
         shape, pitch = [num_rows, 2, x.size], x.bf16_row_bytes // 2
         exact = memory(x.bf16_rows, torch.bfloat16, shape, [2 * pitch, pitch, 1])
@@ -76,8 +77,10 @@ def check_launch(made, is_fp8: bool) -> None:
     # Eight elements are loaded at once, also where a row ends between them, and stored.
     assert (x.grad | x.grad_row_bytes) % 16 == 0
     assert x.grad_row_bytes >= round_up(x.size, 8) * 2
-    assert (x.rows | x.row_pitch) % 8 == 0
-    assert x.row_pitch >= 2 * x.padded_size
+    assert x.rows or x.bf16_rows
+    if x.rows is not None:
+        assert (x.rows | x.row_pitch) % 8 == 0
+        assert x.row_pitch >= 2 * x.padded_size
     assert (x.saved_scales is not None) == is_fp8
     if is_fp8:  # codes are loaded one by one unless each row has whole eights
         assert (x.saved | x.saved_row_bytes) % (1 if x.size % 8 else 8) == 0

@@ -2,7 +2,8 @@
 
 T tokens, H hidden, I intermediate. The forward is that of frozen weights with the codes of the
 master weights, so a trainer and a server compute the same bits. It saves x, and gate and up of each
-token before the activation. The backward is that of three linears.
+token before the activation. The backward is that of three linears; what is activated, and d[gate |
+up], are rounded to BF16 between them.
 """
 
 from collections.abc import Sequence
@@ -14,7 +15,8 @@ from ...kernels.common.activation import Activation
 from ...kernels.common.blocks import MIN_AMAX
 from ...kernels.registry import register_inputs
 from ...quant.columns import quantize_128x1
-from ..activation import activate, activate_grad, empty_gate_up
+from ..activation import empty_gate_up
+from ..activation_rows import activation_rows, activation_rows_grad
 from ..autograd import first_order, records
 from ..feed_forward import feed_forward, feed_forward_saving
 from . import main_grad
@@ -71,9 +73,9 @@ trained_feed_forward = register_inputs(
 [T, 2, I], as in `feed_forward_saving`, or empty without `saves`)."""
 
 
-def _for_weight(x: torch.Tensor, wgrad: Wgrad, is_needed: bool) -> Sequence[torch.Tensor]:
+def _for_weight(x: torch.Tensor, wgrad: Wgrad) -> Sequence[torch.Tensor]:
     """The operands made from x [M, K] for the gradient of the weight that multiplies x."""
-    if not is_needed or wgrad == "bf16":
+    if wgrad == "bf16":
         return [x]
     return quantize_128x1(x, None, None, False, MIN_AMAX, wgrad == "128x128")
 
@@ -107,20 +109,19 @@ class _TrainedFeedForward(torch.autograd.Function):
         )
         wgrad, batch_invariant = ctx.wgrad, ctx.batch_invariant
         needs_x, needs_gate, needs_up, needs_down = ctx.needs_input_grad[4:]
-        gated, ungated = gate_up.float().unbind(1)  # one copy; those of strided halves take longer
-        activated = activate(gated, ungated, ctx.activation) if needs_down else gated
+        operands: Sequence[torch.Tensor] = ()
+        if needs_down:
+            operands = _for_weight(activation_rows(gate_up, ctx.activation), wgrad)
         needs = needs_x or needs_gate or needs_up, needs_down
-        operands = _for_weight(activated, wgrad, needs_down)
         grad_activated, grad_down = gradients(grad, down, operands, needs, batch_invariant)
         if grad_activated is None:
             return None, None, None, None, None, None, None, grad_down
-        grad_gated, grad_ungated, _ = activate_grad(
-            grad_activated.float(), gated, ungated, ctx.activation
-        )
-        operands = _for_weight(x, wgrad, needs_gate or needs_up)
-        needs, grad_gated = (needs_x, needs_gate), grad_gated.bfloat16()
+        grad_gate_up = activation_rows_grad(grad_activated, gate_up, ctx.activation)
+        grad_gated, grad_ungated = grad_gate_up.unbind(1)
+        operands = _for_weight(x, wgrad) if needs_gate or needs_up else ()
+        needs = needs_x, needs_gate
         dx, grad_gate = gradients(grad_gated, gate, operands, needs, batch_invariant)
-        needs, grad_ungated = (needs_x, needs_up), grad_ungated.bfloat16()
+        needs = needs_x, needs_up
         dx_up, grad_up = gradients(grad_ungated, up, operands, needs, batch_invariant)
         if dx is not None and dx_up is not None:
             dx = dx.to(x.dtype) + dx_up.to(x.dtype)

@@ -1,4 +1,4 @@
-"""Activations of rows in memory and its gradient: the ops, the kernel's own text, and on a GPU."""
+"""Activations of rows in memory and their gradients: the ops, the kernels' own text, on a GPU."""
 
 import math
 import re
@@ -11,6 +11,8 @@ from moefp8.functional.activation_rows import (
     ActivationGradients,
     activation_rows,
     activation_rows_backward,
+    activation_rows_grad,
+    activation_rows_grad_kernels,
     activation_rows_kernels,
 )
 from moefp8.kernels.common.activation import KINDS, SWIGLU, Activation
@@ -32,7 +34,10 @@ from tests.records import TARGET
 from tests.routing.cases import ids_of
 
 SIZES = 1, 8, 100, 136, 384, 2176
-KERNELS = [x for kind in KINDS for x in activation_rows_kernels(TARGET, 128, Activation(kind))]
+KERNELS, GRAD_KERNELS = (
+    [x for kind in KINDS for x in kernels_of(TARGET, 128, Activation(kind))]
+    for kernels_of in (activation_rows_kernels, activation_rows_grad_kernels)
+)
 HALF = Activation(limit=0.5)
 
 
@@ -52,21 +57,44 @@ def assert_activates(gate_up: torch.Tensor, activation: Activation) -> None:
     assert ((found - expected).abs() <= expected.abs() * 2.0**-8 + slack).all()
 
 
-# ---- The kernel's text ----
+def assert_differentiates(gate_up: torch.Tensor, activation: Activation) -> None:
+    """Against FP64."""
+    num_rows, _, size = gate_up.shape
+    grad = torch.randn(num_rows, size, device=gate_up.device).mul(2.0**-20).bfloat16()
+    poison(gate_up.device.type, 4 * num_rows * size)
+    found = activation_rows_grad(grad, gate_up, activation)
+    assert found.stride() == empty_gate_up(grad, num_rows, size).stride()
+    (gate, up), dy = gate_up.cpu().double().unbind(1), grad.cpu().double()
+    terms = zip(
+        differentiated(gate, up, activation), sizes_of_terms(gate, up, activation), strict=True
+    )
+    for got, (exact, sizes) in zip(found.cpu().unbind(1), terms, strict=True):
+        assert_near(got, dy * exact, dy * sizes)
+
+
+def assert_near(found: torch.Tensor, right: torch.Tensor, sizes: torch.Tensor) -> None:
+    """One rounding to BF16 away; sizes: of the terms, as `sizes_of_terms` says."""
+    assert ((found - right).abs() <= right.abs() * 2.0**-8 + 1e-5 * sizes.abs()).all()
+
+
+# ---- The kernels' text ----
 
 
 @pytest.mark.usefixtures("own_cache")
-def test_they_compile_and_spill_nothing():
-    for cubin in compile_kernels(KERNELS, ARCH):
+@pytest.mark.parametrize(("kernels", "most"), [(KERNELS, 40), (GRAD_KERNELS, 48)])
+def test_they_compile_and_spill_nothing(kernels, most):
+    for cubin in compile_kernels(kernels, ARCH):
         assert cubin.problems() == []
-        assert int(re.findall(r"Used (\d+) registers", cubin.log)[-1]) <= 40
+        assert int(re.findall(r"Used (\d+) registers", cubin.log)[-1]) <= most
 
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
     if not cuda_on_cpu.is_possible():
         pytest.skip("needs g++")
-    return cuda_on_cpu.OnCpu(cuda_on_cpu.build(KERNELS, tmp_path_factory.mktemp("s")))
+    folder = tmp_path_factory.mktemp("s")
+    functions = [cuda_on_cpu.build(kernels, folder) for kernels in (KERNELS, GRAD_KERNELS)]
+    return cuda_on_cpu.OnCpu(functions[0] | functions[1])
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -75,6 +103,7 @@ def test_the_kernels_text_is_right(library, size, activation):
     gate_up = gate_up_of(5, size)
     with emulated(library=library):
         assert_activates(gate_up, activation)
+        assert_differentiates(gate_up, activation)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -105,10 +134,43 @@ def test_what_is_activated_is_right(size, activation, device):
     assert_activates(gate_up.flip(1), activation)
 
 
+@on_cpu_and_gpu
 @pytest.mark.parametrize("size", SIZES)
-def test_the_launch_is_right(size):
-    with emulated():
-        assert_activates(gate_up_of(7, size), HALF)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_the_gradient_of_rows_is_right(size, activation, device):
+    gate_up = gate_up_of(7, size, device)
+    assert_differentiates(gate_up, activation)
+    assert_differentiates(gate_up.contiguous(), activation)
+    assert_differentiates(gate_up.flip(1), activation)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_launches_are_right(size):
+    with emulated() as gpu:
+        for activation in (HALF, SWIGLU):
+            assert_activates(gate_up_of(7, size), activation)
+            gpu.launched.clear()
+            assert_differentiates(gate_up_of(7, size), activation)
+            assert [made.arguments.rows for made in gpu.launched] == [None]
+
+
+@on_cpu_and_gpu
+def test_the_gradient_of_rows_may_have_any_layout(device):
+    gate_up, grad = gate_up_of(6, 40, device), torch.randn(6, 40).bfloat16().to(device)
+    expected = activation_rows_grad(grad, gate_up, HALF)
+    wide = torch.empty(12, 43, dtype=torch.bfloat16, device=device)[::2, 3:]
+    for place in (grad.T.contiguous().T, wide.copy_(grad)):
+        assert torch.equal(activation_rows_grad(place, gate_up, HALF), expected)
+
+
+@on_cpu_and_gpu
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_the_gradient_of_rows_is_that_of_one_choice_each(activation, device):
+    gate_up, grad = gate_up_of(9, 136, device), torch.randn(9, 136).bfloat16().to(device)
+    rows = torch.arange(9, dtype=torch.int32, device=device)[:, None]
+    given = grad, gate_up, rows, torch.ones(9, 1, device=device), activation
+    of_choices = ActivationGradients(*activation_rows_backward(*given)).grad_gate_up
+    assert torch.equal(activation_rows_grad(grad, gate_up, activation), of_choices)
 
 
 def plan_of(kind: str, device: str) -> RoutingPlan:
@@ -137,8 +199,7 @@ def assert_has_gradient(
     codes = found.codes.cpu().chunk(2, 1)
     for i, terms in enumerate(sizes_of_terms(gate, up, activation)):
         right, sizes = ((of_rows * dy * x)[has_row] for x in (exact[i], terms))
-        got = found.grad_gate_up[:, i].cpu()[has_row]
-        assert ((got - right).abs() <= right.abs() * 2.0**-8 + 1e-5 * sizes.abs()).all()
+        assert_near(found.grad_gate_up[:, i].cpu()[has_row], right, sizes)
         assert not codes[i].view(torch.uint8)[has_row][:, size:].any()
         check_quantized(
             codes[i].view(torch.uint8)[has_row][:, :size], blocks[i][has_row], right, sizes.abs()
@@ -177,6 +238,7 @@ def test_nothing_gives_nothing(num_tokens, size, device):
     plan = build_plan(torch.zeros(num_tokens, 2, dtype=torch.int64, device=device), 4)
     gate_up = gate_up_of(2 * num_tokens, size, device)
     assert activation_rows(gate_up, SWIGLU).shape == (2 * num_tokens, size)
+    assert activation_rows_grad(gate_up[:, 0], gate_up, SWIGLU).shape == gate_up.shape
     weights = torch.ones(num_tokens, 2, device=device)
     given = gate_up[:, 0], gate_up, plan.token_to_row, weights, SWIGLU
     found = ActivationGradients(*activation_rows_backward(*given))
@@ -197,6 +259,7 @@ def test_checks_and_fakes():
     tensors = gate_up[:, 0].contiguous(), gate_up, plan.token_to_row, torch.ones(3, 2)
     for op, inputs in (
         (torch.ops.moefp8.activation_rows.default, (gate_up, *SWIGLU)),
+        (torch.ops.moefp8.activation_rows_grad.default, (*tensors[:2], *HALF)),
         (torch.ops.moefp8.activation_rows_backward.default, (*tensors, *Activation(limit=1.0))),
     ):
         torch.library.opcheck(op, inputs)
@@ -204,6 +267,10 @@ def test_checks_and_fakes():
         activation_rows(gate_up[:, :1], SWIGLU)
     with pytest.raises(TypeError, match="activation_rows: gate_up must be bfloat16"):
         activation_rows(gate_up.float(), SWIGLU)
+    with pytest.raises(ValueError, match="activation_rows_grad: gate_up must be"):
+        activation_rows_grad(tensors[0][1:], gate_up, SWIGLU)
+    with pytest.raises(TypeError, match="activation_rows_grad: grad must be bfloat16"):
+        activation_rows_grad(tensors[0].float(), gate_up, SWIGLU)
     with pytest.raises(ValueError, match="top_k_weights must be"):
         activation_rows_backward(*tensors[:3], torch.ones(3, 3), SWIGLU)
 

@@ -12,6 +12,7 @@ from moefp8 import FP8Linear, GroupedExperts
 from moefp8.functional import parts as parts_room
 from moefp8.functional.training.experts_records import trained_backward_record
 from moefp8.kernels import jit, program
+from moefp8.kernels.common.activation import KINDS, Activation
 from moefp8.kernels.gemm.sizes import Sizes
 from moefp8.layers.moe import SharedExperts
 from tests.fakes.emulator import FakeDriver
@@ -59,11 +60,13 @@ def test_a_linear(shape, dtype, wgrad):
 @pytest.mark.parametrize("wgrad", WGRADS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("sizes", [(300, 144, 264), (33, 77, 40)])
-def test_shared_experts(sizes, dtype, wgrad):
+@pytest.mark.parametrize("kind", KINDS)
+def test_shared_experts(kind, sizes, dtype, wgrad):
     """The forward is that of frozen ones, and has their bits; of x, codes are made once."""
     torch.manual_seed(0)
     num_tokens, h, i = sizes
-    module = SharedExperts(h, i, trainable=True, wgrad=wgrad, swiglu_limit=1.5)
+    activation = Activation(kind, 1.5)
+    module = SharedExperts(h, i, trainable=True, wgrad=wgrad, activation=activation)
     x = torch.randn(num_tokens, h).to(dtype)
     wanted = gradients_of(module, x)
     with jit.using(FakeDriver()) as gpu:
@@ -76,9 +79,10 @@ def test_shared_experts(sizes, dtype, wgrad):
         gpu.check_workspaces()
     assert_alike(found, wanted)
     assert served == ["quantize", "gemm", "gemm"]
-    assert [x for x in sources if x != "both"][:3] == served
-    assert sources.count("columns") == 2 + 3  # of x and of what is activated; of three gradients
-    assert sources.count("k_grouped") == 3
+    linear = ["columns", "gemm", "k_grouped"]
+    of_down, of_gate_and_up = ["columns", *linear], ["columns", *linear, *linear]
+    backward = ["activation_rows", *of_down, "activation_backward", *of_gate_and_up]
+    assert [x for x in sources if x != "both"] == [*served, *backward]
 
 
 @pytest.mark.parametrize("wgrad", WGRADS)

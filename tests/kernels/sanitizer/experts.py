@@ -7,7 +7,11 @@ from itertools import product
 import torch
 
 from moefp8.functional.activation import empty_gate_up
-from moefp8.functional.activation_rows import activation_rows, activation_rows_backward
+from moefp8.functional.activation_rows import (
+    activation_rows,
+    activation_rows_backward,
+    activation_rows_grad,
+)
 from moefp8.functional.experts import experts, experts_saving
 from moefp8.functional.experts_backward import experts_backward
 from moefp8.functional.feed_forward import feed_forward_saving
@@ -185,6 +189,7 @@ def run_activation(num_rows: int, size: int) -> None:
     found = activation_rows_backward(grad.fill_(1), gate_up, plan.token_to_row, weights, SWIGLU)
     slope = torch.tensor([SILU + SILU * (1 - SILU), SILU])[:, None]
     wrong += num_far(found[2], slope) + num_far(found[4] / size, torch.tensor(SILU))
+    wrong += num_far(activation_rows_grad(grad, gate_up, SWIGLU), slope)
     tell(f"SwiGLU of {num_rows} rows of {size}", wrong)
 
 
