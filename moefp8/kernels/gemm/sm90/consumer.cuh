@@ -227,7 +227,7 @@ __device__ void consume(Shared<C>& shared, const TensorMap& d_map, const Argumen
     if constexpr (C.gate_up) {
       if (part == 0) gate_up_bias.load(args, schedule.coord, thread);
     } else {
-      const void* bias = bias_of_group(args.bias, args, schedule.coord);
+      const void* bias = bias_of_group(args, schedule.coord);
       biases[part].load(bias, args, schedule.coord, C.swap_ab ? thread.group * 64 : part * C.part_n, thread);
     }
   };
