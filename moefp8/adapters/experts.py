@@ -165,7 +165,9 @@ def _halves(
     if i % BLOCK == 0:
         return [((weight, scale_inv), gate_up.flatten(1), bias)]
     weights = zip(weight.split(i, 1), scale_inv.chunk(2, 1), strict=True)
-    biases = (None, None) if bias is None else bias.split(i, 1)
+    biases: Any = (None, None)
+    if bias is not None:  # one copy of both, since the kernel takes contiguous ones
+        biases = bias.unflatten(1, (2, i)).transpose(0, 1).contiguous()
     return list(zip(weights, gate_up.unbind(1), biases, strict=True))
 
 

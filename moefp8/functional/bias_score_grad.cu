@@ -9,8 +9,7 @@ struct Arguments {
   int64_t row_bytes;          // the pitch of its rows, a multiple of 4
   const float* scales;        // [H/128, pitch], rows innermost
   int64_t scale_pitch;
-  const uint8_t* bias;        // [E, H]
-  int64_t bias_bytes;         // the pitch of its rows
+  const uint8_t* bias;        // [E, H], contiguous
   const int* expert_offsets;  // [E + 1]: an expert's first row, and the one after its last
   const int* token_to_row;    // [T, k]; -1: no row
   float* grad_scores;         // [T, k]
@@ -35,7 +34,7 @@ __global__ void __launch_bounds__(kThreads) bias_score_grad_kernel(const __grid_
     expert += __syncthreads_count(i < args.num_experts && args.expert_offsets[i + 1] <= row);
   }
   const uint8_t* row_codes = args.rows + row * args.row_bytes;
-  const uint8_t* bias = args.bias + expert * args.bias_bytes;
+  const uint8_t* bias = args.bias + expert * args.size * kBytesOf<kBias>;
   float sum = 0;
   for (uint32_t column = threadIdx.x * kColumns; column < args.size; column += kThreads * kColumns) {
     const uint32_t codes = *reinterpret_cast<const uint32_t*>(row_codes + column);

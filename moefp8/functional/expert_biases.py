@@ -21,7 +21,6 @@ from ..kernels.common.blocks import BLOCK, num_blocks, round_up
 from ..kernels.common.checks import (
     INPUTS,
     check_group_bias,
-    check_rows_contiguous,
     check_same_device,
     check_shape,
     check_tensor,
@@ -50,7 +49,7 @@ def bias_shapes(
 class BiasGradients(NamedTuple):
     """What a backward takes and gives for biases.
 
-    down: the bias of down [E, H] bf16, fp16 or fp32, with contiguous rows; None: there is none.
+    down: the bias of down [E, H] bf16, fp16 or fp32, contiguous; None: there is none.
     grad_gate_up, grad_down: fp32 [E, 2I] and [E, H], contiguous, to which the gradients of the
         biases are added; None: they are not wanted.
     """
@@ -79,10 +78,12 @@ Biases = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 def biases_of(inputs: Any) -> Biases:
     """The bias of down, and what the gradients of all biases are added to, of a backward's inputs.
 
-    They are in the order of `BIAS_INPUTS`.
+    They are in the order of `BIAS_INPUTS`. A bias that is not contiguous is copied.
     """
-    grad_gate_up, grad_down = inputs.grad_gate_up_proj_bias, inputs.grad_down_proj_bias
-    return inputs.down_proj_bias, grad_gate_up, grad_down
+    down_bias = inputs.down_proj_bias
+    if down_bias is not None:
+        down_bias = down_bias.contiguous()
+    return down_bias, inputs.grad_gate_up_proj_bias, inputs.grad_down_proj_bias
 
 
 def check_bias_gradients(op: str, grad: torch.Tensor, sizes: Sequence[int], biases: Biases) -> None:
@@ -90,8 +91,6 @@ def check_bias_gradients(op: str, grad: torch.Tensor, sizes: Sequence[int], bias
     down_bias, *gradients = biases
     shapes = bias_shapes(*sizes)
     check_group_bias(op, "down_proj_bias", down_bias, shapes["down_proj_bias"], "[E, H]")
-    if down_bias is not None:
-        check_rows_contiguous(op, "down_proj_bias", down_bias)
     named = {f"grad_{name}": x for name, x in zip(shapes, gradients, strict=True)}
     for (name, x), shape in zip(named.items(), shapes.values(), strict=True):
         if x is not None:
@@ -256,7 +255,7 @@ def _describe_score_grad(
     grad_scores: Place,
     num_choices: int,
 ) -> None:
-    """Add a step to r: `grad_scores += <row, bias of its expert>`."""
+    """Add a step to r: `grad_scores += <row, bias of its expert>`; bias: [E, H], contiguous."""
     num_experts, size = bias.shape
     r.step(
         Kernel(_SCORE_SOURCE, f"bias_score_grad_kernel<{INPUTS[bias.dtype]}>"),
@@ -268,7 +267,6 @@ def _describe_score_grad(
             "scales": rows.scale_inv.place,
             "scale_pitch": rows.scale_inv.strides[-1],
             "bias": bias.place,
-            "bias_bytes": bias.bytes_of_stride(0),
             "expert_offsets": expert_offsets,
             "token_to_row": token_to_row,
             "grad_scores": grad_scores,

@@ -3,13 +3,11 @@
 T tokens, k choices each, E experts, H hidden, I intermediate, R rows.
 """
 
-from collections.abc import Hashable
 from typing import NamedTuple, Protocol
 
 import torch
 
 from ..kernels.common.blocks import E4M3, TMA_BYTES, num_blocks
-from ..kernels.common.prepared import layout_of
 from ..kernels.common.tma_operands import fitting, with_strides_of
 from ..kernels.gemm.interface import Config, GateUp, GroupLayout, GroupsOfTokens
 from ..kernels.gemm.sizes import Sizes, mean_load
@@ -34,14 +32,13 @@ class ExpertWeights(NamedTuple):
     """Codes and scales of all experts, which TMA can address, and their biases.
 
     gate, up: [E, I, H], of one layout. down: [E, H, I].
-    gate_bias, up_bias: [E, I], of one layout. down_bias: [E, H].
+    gate_up_bias: [E, 2I], gate first. down_bias: [E, H]. Both are contiguous.
     """
 
     gate: Codes
     up: Codes
     down: Codes
-    gate_bias: Tensor | None = None
-    up_bias: Tensor | None = None
+    gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
 
 
@@ -92,7 +89,7 @@ def describe_rows_gemm(
 ) -> None:
     """Add the GEMM of the rows of all experts to r.
 
-    bias: [E, N].
+    bias: [E, N]; with gate_up [E, 2N], gate first; contiguous.
     follows_dispatch: it is the first of two GEMMs, so the step right before it writes its bounds.
         Each of the two has its own tile counter.
     """
@@ -180,12 +177,10 @@ class CallTensors(NamedTuple):
         """The weights of the inputs "gate", "up" and "down", and their biases."""
         e, h, i = sizes[2:5]
         gate, up = (Codes.contiguous(name, e, i, h) for name in ("gate", "up"))
-        down, gate_bias, up_bias = Codes.contiguous("down", e, h, i), None, None
+        down, gate_up_bias = Codes.contiguous("down", e, h, i), None
         if (dtype := self.biases[0]) is not None:
-            halves = Tensor.contiguous("gate_bias", e, 2 * i, dtype=dtype)
-            gate_bias = halves._replace(shape=(e, i))
-            up_bias = gate_bias._replace(place=Place("up_bias"))
-        return ExpertWeights(gate, up, down, gate_bias, up_bias, self._down_bias(sizes))
+            gate_up_bias = Tensor.contiguous("gate_up_bias", e, 2 * i, dtype=dtype)
+        return ExpertWeights(gate, up, down, gate_up_bias, self._down_bias(sizes))
 
     def bias_gradients(self, sizes: Sizes) -> BiasGradients:
         """The bias of down, and the gradients of all biases."""
@@ -253,28 +248,9 @@ def weights_layout(
 ) -> ExpertWeights:
     """The layouts of the weights and biases of a call."""
     gate, gate_scales, up, up_scales, down, down_scales = weights
-    halves = {}
-    if gate_up_bias is not None:
-        gate_bias, up_bias = gate_up_bias.chunk(2, 1)
-        halves = layouts(gate_bias=gate_bias, up_bias=up_bias)
     return ExpertWeights(
         Codes.of(gate, gate_scales, "gate"),
         Codes.of(up, up_scales, "up"),
         Codes.of(down, down_scales, "down"),
-        **halves,
-        **layouts(down_bias=down_bias),
+        **layouts(gate_up_bias=gate_up_bias, down_bias=down_bias),
     )
-
-
-def bias_addresses(
-    gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None
-) -> tuple[tuple[int, int, int], Hashable]:
-    """The addresses of the biases of gate, up and down, 0 for None; and a key of their layouts."""
-    gate = up = down = 0
-    if gate_up_bias is not None:
-        gate = gate_up_bias.data_ptr()
-        up = gate + gate_up_bias.shape[1] // 2 * gate_up_bias.itemsize
-    if down_bias is not None:
-        down = down_bias.data_ptr()
-    key = tuple([None if x is None else layout_of(x) for x in (gate_up_bias, down_bias)])
-    return (gate, up, down), key

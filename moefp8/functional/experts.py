@@ -43,7 +43,6 @@ from .expert_biases import empty_bias_gradients
 from .expert_parts import (
     Choices,
     Combine,
-    bias_addresses,
     fitting_weights,
     results_layout,
     split_weights,
@@ -79,8 +78,8 @@ class ExpertsInputs(NamedTuple):
         sum with `addend`.
     hidden_states_scale_inv: fp32 [T, ceil(H/128)], any strides: the scales of e4m3 hidden states;
         None for others.
-    gate_up_proj_bias, down_proj_bias: [E, 2I], gate first, and [E, H], bf16, fp16 or fp32, with
-        contiguous rows; or None. They are added in FP32 to the sums of the GEMMs.
+    gate_up_proj_bias, down_proj_bias: [E, 2I], gate first, and [E, H], bf16, fp16 or fp32, any
+        strides; or None. They are added in FP32 to the sums of the GEMMs.
     """
 
     hidden_states: torch.Tensor
@@ -136,9 +135,6 @@ def _allocate(inputs: ExpertsInputs) -> torch.Tensor:
     check_rank(_OP, e, inputs.expert_offset, inputs.num_global_experts)
     check_rows_contiguous(_OP, "gate_up_proj", inputs.gate_up_proj)
     check_rows_contiguous(_OP, "down_proj", down)
-    for name, bias in biases.items():
-        if bias is not None:
-            check_rows_contiguous(_OP, name, bias)
     return hidden_states.new_empty((num_tokens, h), dtype=torch.bfloat16)
 
 
@@ -213,7 +209,8 @@ def launch_experts(
 ) -> torch.Tensor:
     """`experts` on the current stream, bf16 [T, H]; nothing waits for it.
 
-    Weights that TMA cannot address (16 does not divide H, or I) are copied first, in every call.
+    Weights that TMA cannot address (16 does not divide H, or I) are copied first, in every call; so
+    are biases that are not contiguous.
 
     gate_up: memory for the second result of `experts_saving`, contiguous; None: it is not saved.
     y: contiguous memory for the result; None: it is allocated.
@@ -230,9 +227,13 @@ def launch_experts(
     scales, scales_layout = 0, None
     if x_scale_inv is not None:
         scales, scales_layout = x_scale_inv.data_ptr(), layout_of(x_scale_inv)
-    biases, biases_layout = (0, 0, 0), None
+    biases: tuple[int, ...] = (0, 0)
+    biases_layout = None
     if gate_up_bias is not None or down_bias is not None:
-        biases, biases_layout = bias_addresses(gate_up_bias, down_bias)
+        both = [None if z is None else z.contiguous() for z in (gate_up_bias, down_bias)]
+        inputs = ExpertsInputs(*inputs[:13], *both)
+        biases = tuple([0 if z is None else z.data_ptr() for z in both])
+        biases_layout = tuple([None if z is None else layout_of(z) for z in both])
     key = (
         _OP,
         tuple([layout_of(z) for z in tensors]),

@@ -62,7 +62,7 @@ INPUTS = (
     *("x", "ids", "scores"),
     *("gate", "gate_scales", "up", "up_scales", "down", "down_scales"),
     *("y", "addend", "saved", "x_scales", "word"),
-    *("gate_bias", "up_bias", "down_bias"),
+    *("gate_up_bias", "down_bias"),
 )
 BACKWARD_INPUTS = (
     *("grad", "ids", "scores", "saved", "saved_scales"),
@@ -119,8 +119,8 @@ def describe_experts(
         sizes,
         dispatched,
         follows_dispatch=True,
-        bias=weights.gate_bias,
-        gate_up=GateUp(weights.up, activation, activated.scale_inv, saved, weights.up_bias),
+        bias=weights.gate_up_bias,
+        gate_up=GateUp(weights.up, activation, activated.scale_inv, saved),
     )
     results = r.matrices("results", (matrices, num_rows, h), torch.bfloat16)
     describe_rows_gemm(

@@ -232,7 +232,7 @@ class GroupedExperts(TrainableModule):
             None.
 
         Raises TypeError unless they are bf16, fp16 or fp32, ValueError if shapes do not fit, or
-        rows of master weights or biases are not contiguous.
+        rows of master weights are not contiguous.
         """
         op = "GroupedExperts.from_weights"
         check_tensor(op, "gate_up_proj", gate_up_proj, FLOATS, 3)
@@ -245,7 +245,6 @@ class GroupedExperts(TrainableModule):
         for name, shape in bias_shapes(*down_proj.shape).items():
             if (bias := biases[name]) is not None:
                 check_group_bias(op, name, bias, shape, "[E, N]")
-                check_rows_contiguous(op, name, bias)
         check_same_device(op, down_proj=down_proj, **biases)
         experts._share_biases(biases, trainable=trainable)
         if trainable:

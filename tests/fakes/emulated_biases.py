@@ -49,8 +49,7 @@ def bias_score_grad(made) -> None:
         return
     rows = rows_of(x, int(token_to_row.max()) + 1, num_blocks(x.size), x.size)
     dtype = dtype_of(made.kernel)
-    strides = [x.bias_bytes // dtype.itemsize, 1]
-    bias = memory(x.bias, dtype, [x.num_experts, x.size], strides).float()
+    bias = memory(x.bias, dtype, [x.num_experts, x.size], [x.size, 1]).float()
     experts = torch.searchsorted(offsets, token_to_row.int(), right=True) - 1
     products = (rows[token_to_row] * bias[experts.clamp(min=0)]).sum(-1)
     grad = memory(x.grad_scores, torch.float32, [made.grid], [1])

@@ -174,10 +174,10 @@ class GemmEmulator:
             matrix, rows = group if layout == GroupLayout.MASKED else 0, slice(begin, end)
             tokens = a[matrix, rows], token_scales[matrix, :, rows].T
             result = block_scaled_matmul(*tokens, b[group], weight_scales[group])
-            result += self.bias_of(made, made.arguments.bias, group)
+            result += self.bias_of(made, group)
             if made.config.gate_up:
                 others = block_scaled_matmul(*tokens, up[group], up_scales[group])
-                others += self.bias_of(made, gate_up.up_bias, group)
+                others += self.bias_of(made, group, is_up=True)
                 if saved is not None:
                     saved[rows, 0], saved[rows, 1] = result, others
                 activated = experts.activate(result, others, activation)
@@ -188,13 +188,14 @@ class GemmEmulator:
                 d[matrix, rows] = result
 
     @staticmethod
-    def bias_of(made, first, group):
-        """The bias of a group; `first` is where that of the first group begins."""
+    def bias_of(made, group, is_up=False):
+        """The bias of a group, as `bias_of_group` in store.cuh finds it."""
+        first, n = made.arguments.bias, made.arguments.num_weights
         if (dtype := bias_dtype(made.kernel)) is None:
             assert first is None
             return 0
-        address = first + group * made.arguments.bias_bytes
-        return memory(address, dtype, [made.arguments.num_weights], [1]).float()
+        row = 2 * group + is_up if made.config.gate_up else group
+        return memory(first + row * n * dtype.itemsize, dtype, [n], [1]).float()
 
     @staticmethod
     def saved_rows(made, d):

@@ -147,6 +147,18 @@ def test_wrong_biases_are_refused(name, shape, message):
         GroupedExperts.from_weights(*weights, **{name: torch.zeros(shape)})
 
 
+def test_biases_of_any_strides_are_taken():
+    layer, call = with_biases(), call_of(SIZES)
+    plain = layer.to_plain(torch.float32)
+    weights = plain.gate_up_proj, plain.down_proj
+    biases = {name: x.detach() for name, x in layer.biases.items()}
+    options = {"activation": GPT_OSS}
+    wanted = GroupedExperts.from_weights(*weights, **biases, **options)(*call[:3])
+    lying = {name: x.mT.contiguous().mT for name, x in biases.items()}
+    found = GroupedExperts.from_weights(*weights, **lying, **options)(*call[:3])
+    assert torch.equal(found, wanted)
+
+
 @pytest.mark.parametrize("kind", ["experts", "intermediate"])
 @pytest.mark.parametrize("make", [with_biases, plain_of])
 def test_outputs_of_ranks_sum_up(kind, make):

@@ -108,7 +108,7 @@ def _first_launch(call: GemmCall) -> _Run | None:
         return None
     fitting = call._replace(
         operands=fitting_operands(operands, call.d_is_padded, keep_d=not is_dense),
-        bias=None if call.bias is None else _in_rows(call.bias),
+        bias=None if call.bias is None else call.bias.contiguous(),
         bounds=None if call.bounds is None else call.bounds.contiguous(),
     )
     if all(x is y for x, y in zip(fitting.tensors, call.tensors, strict=True)):
@@ -119,11 +119,6 @@ def _first_launch(call: GemmCall) -> _Run | None:
     if fitting_d is not d:
         d.copy_(fitting_d)
     return None
-
-
-def _in_rows(bias: torch.Tensor) -> torch.Tensor:
-    """The bias of each group in a row without gaps, as the kernel reads it."""
-    return bias if bias.stride(-1) == 1 else bias.contiguous()
 
 
 def _write_empty_sums(call: GemmCall) -> None:

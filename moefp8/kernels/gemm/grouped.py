@@ -231,7 +231,8 @@ def m_grouped_fp8_gemm_nt_contiguous(
             padding. This is faster, since no row is padded.
         zero_padding: rows of padding become zeros. A GPU zeroes all of d first, which takes one
             more launch and writes 2 M N bytes.
-        bias: [G, N] bf16, fp16 or fp32, added in FP32 to the rows of each group; or None.
+        bias: [G, N] bf16, fp16 or fp32, any strides, added in FP32 to the rows of each group; or
+            None.
         recipe, compiled_dims, disable_ue8m0_cast: as in `fp8_gemm_nt`.
 
     Raises:

@@ -54,14 +54,12 @@ class GateUp(NamedTuple):
     d_scale_inv: the scales of d, fp32 [..., M, ceil(N/128)], M innermost.
     saved: bf16 [M, 2, N], gate and up of each token, with a row pitch of round_up(N, 8), for a
         config that saves them; else None.
-    bias: up's bias, with the layout of gate's.
     """
 
     up: Codes
     activation: Activation
     d_scale_inv: Tensor
     saved: Place | None = None
-    bias: Tensor | None = None
 
 
 class Gemms(Protocol):
@@ -117,7 +115,7 @@ class Gemms(Protocol):
     ) -> None:
         """Steps that write the rows of groups of bf16 d [., M, N], of a [., M, K] and b [G, N, K].
 
-        bounds: as `layout` says. bias: [G, N], with contiguous rows, or None.
+        bounds: as `layout` says. bias: [G, N], contiguous, or None.
         expected_m: about how many tokens a group has; None: the mean.
         """
 
@@ -177,5 +175,6 @@ class Gemms(Protocol):
 
         d: bf16 [., M, N]; with gate_up, the E4M3 codes of the activated values. They may read
         weights, biases, and bounds that are ready, early.
-        tokens: about how many a group has. bias: [G, N], with contiguous rows, or None.
+        tokens: about how many a group has.
+        bias: [G, N]; with gate_up [G, 2N], gate first; contiguous; or None.
         """

@@ -49,6 +49,16 @@ def layer_of(
     return layer.to(device)
 
 
+def with_gaps(layer: GroupedExperts) -> GroupedExperts:
+    """The layer itself; its bias of gate and up gets wide rows, that of down lies transposed."""
+    gate_up, down = (x.detach() for x in layer.biases.values())
+    wide = gate_up.new_full((len(gate_up), gate_up.shape[1] + 3), float("nan"))
+    gaps = wide[:, 1:-2].copy_(gate_up), down.mT.contiguous().mT
+    for name, x in zip(layer.biases, gaps, strict=True):
+        layer.register_parameter(name, torch.nn.Parameter(x))
+    return layer
+
+
 def call_of(
     shape: tuple[int, int, int, int, int], kind: str = "distinct", device: str = "cpu"
 ) -> Call:

@@ -16,6 +16,7 @@ from tests.functional.experts.bias_cases import (
     layer_of,
     reference_of,
     results_of,
+    with_gaps,
 )
 
 SWIGLU = Activation()
@@ -64,6 +65,17 @@ def test_zeros_change_no_bit(form):
         bias.data.zero_()
     found, right = results_of(layer, call), results_of(without, call)
     assert all(torch.equal(found[name], x) for name, x in right.items())
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_strides_do_not_matter(form):
+    sizes = SHAPES["few"]
+    layer, call = layer_of(*sizes[2:], **FORMS[form]), call_of(sizes)
+    right = results_of(layer, call)
+    with emulated():
+        launched = results_of(layer, call)
+        assert_near(results_of(with_gaps(layer), call), launched, call, 1e-5)
+    assert_near(results_of(layer, call), right, call, 1e-5)
 
 
 def test_the_bias_of_down_counts_for_scores():

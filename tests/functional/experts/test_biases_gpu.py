@@ -21,6 +21,7 @@ from tests.functional.experts.bias_cases import (
     layer_of,
     reference_of,
     results_of,
+    with_gaps,
 )
 from tests.functional.gpu_cases import poison
 from tests.gpu import NEEDS_GPU, no_synchronisation, slow
@@ -149,6 +150,17 @@ def test_adapters_beside_biases(size):
         twin.cpu(), Call(*(x.cpu().float() if x.is_floating_point() else x.cpu() for x in call))
     )
     assert_near(found, right, call, 0.1)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_strides_do_not_matter(form):
+    sizes = SHAPES["some"]
+    layer = layer_of(*sizes[2:], GPT_OSS, device="cuda", **FORMS[form])
+    call = call_of(sizes, device="cuda")
+    right = results_of(layer, call)
+    poison()
+    found = results_of(with_gaps(layer), call)
+    assert_near(found, right, call, 1e-5)
 
 
 def test_zeros_change_no_bit():

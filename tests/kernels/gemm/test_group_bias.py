@@ -10,9 +10,22 @@ from tests.gpu import on_gpu
 
 COUNTS = {"few": (1, 0, 3), "some": (70, 5, 0, 130), "many": (300, 900, 0, 64, 65)}
 DTYPES = torch.bfloat16, torch.float16, torch.float32
+PLACES = {  # the same bias elsewhere in memory
+    "contiguous": lambda bias: bias,
+    "wide rows": lambda bias: torch.cat([bias, bias + 1], 1)[:, : bias.shape[1]],
+    "transposed": lambda bias: bias.mT.contiguous().mT,
+}
 
 
-def added(counts, n: int, k: int, dtype: torch.dtype, by_rows: bool, device: str) -> None:
+def added(
+    counts,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    by_rows: bool,
+    device: str,
+    place: str = "contiguous",
+) -> None:
     """Check that d is that without a bias, plus the bias of each row's group.
 
     Operands are small whole numbers, so that a lost or wrong bias is off by 1 or more.
@@ -21,7 +34,7 @@ def added(counts, n: int, k: int, dtype: torch.dtype, by_rows: bool, device: str
     m = sum(sizes)
     x, w = (torch.randint(-2, 3, s).float().to(device) for s in ((m, k), (num_groups, n, k)))
     a, b = quantize_1x128(x), quantize_128x128(w)
-    bias = torch.randint(-4, 5, (num_groups, n), device=device).to(dtype)
+    bias = PLACES[place](torch.randint(-4, 5, (num_groups, n), device=device).to(dtype))
     group = torch.repeat_interleave(torch.arange(num_groups), torch.tensor(sizes)).int()
     rows = torch.cat([torch.arange(s) < c for s, c in zip(sizes, counts, strict=True)])
     offsets = torch.tensor([0, *counts]).cumsum(0).int()
@@ -51,6 +64,21 @@ def test_a_bias_is_added_to_the_rows_of_its_group(by_rows, k):
 def test_launches_add_it(counts, dtype, by_rows, k):
     with emulated():
         added(COUNTS[counts], 72, k, dtype, by_rows, "cpu")
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("by_rows", [False, True])
+@pytest.mark.parametrize("k", [130, 0])
+def test_launches_add_it_wherever_it_lies(place, by_rows, k):
+    with emulated():
+        added(COUNTS["some"], 72, k, torch.bfloat16, by_rows, "cpu", place)
+
+
+@on_gpu
+@pytest.mark.parametrize("place", PLACES)
+def test_a_gpu_adds_it_wherever_it_lies(place):
+    for dtype in DTYPES:
+        added(COUNTS["some"], 200, 264, dtype, False, "cuda", place)
 
 
 @on_gpu

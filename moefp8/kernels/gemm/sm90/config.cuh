@@ -145,7 +145,6 @@ struct GateUp {
   int64_t pitch;
   uint8_t* saved;          // of `saves_gate_up`: BF16 [tokens, 2, outputs]
   int64_t saved_row_bytes; // the pitch of rows of outputs, a multiple of 16
-  const void* up_bias;     // with the layout of `bias`, which is gate's
 };
 
 constexpr int kMaxTokenBoxes = 4;
@@ -153,7 +152,7 @@ constexpr int kMaxTokenBoxes = 4;
 struct Arguments {
   const float* weight_scales;  // [N/128, K/128], any strides, counted in elements
   int64_t weight_scale_stride, weight_scale_stride_k;
-  const void* bias;  // [N], of the first group
+  const void* bias;  // contiguous: [N], or [groups, N], or of gate and up [groups, 2, N], gate first
   int num_weights, num_k_blocks;
   int last_token;                    // where the last tile of tokens begins
   int stage_bytes[kMaxTokenBoxes];   // what TMA writes into a stage, with each box of tokens
@@ -166,5 +165,4 @@ struct Arguments {
   int programmatic;                  // whether the previous kernel may still write the tokens
   Groups groups;
   GateUp gate_up;
-  int64_t bias_bytes;  // from one group's bias to the next one's
 };

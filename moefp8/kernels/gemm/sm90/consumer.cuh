@@ -196,14 +196,30 @@ __device__ __forceinline__ void compute_tile(const SchedulerOf<C>& schedule, Rea
   }
 }
 
+// The biases of a tile: of each part, or of gate and up. A lambda in `consume` in place of `load` would change the
+// machine code of all kernels without biases.
+template <GemmConfig C>
+struct TileBiases {
+  TileBias<C> parts[C.parts];
+  GateUpBias<C> gate_up;
+
+  __device__ void load(int part, const Arguments& args, const TileCoord<C>& coord, const Thread<C>& thread) {
+    if constexpr (C.gate_up) {
+      if (part == 0) gate_up.load(args, coord, thread);
+    } else {
+      const int first = C.swap_ab ? thread.group * 64 : part * C.part_n;
+      parts[part].load(bias_of_group(args, coord), args, coord, first, thread);
+    }
+  }
+};
+
 // One math warpgroup, other than the tail's. A finished tile stays in `total` while the first products of the next one
 // are computed; only then the epilogue stores it.
 template <GemmConfig C>
 __device__ void consume(Shared<C>& shared, const TensorMap& d_map, const Arguments& args, SchedulerOf<C> schedule) {
   const Thread<C> thread;
   float total[C.parts][C.part_n / 2];
-  TileBias<C> biases[C.parts];
-  GateUpBias<C> gate_up_bias;
+  TileBiases<C> bias;
   ProductBuffer<C> buffers[C.num_product_buffers];
   StageScales<C> next_scales;
   auto finished = TileCoord<C>::none();  // the tile that is in `total` and will be stored
@@ -223,31 +239,24 @@ __device__ void consume(Shared<C>& shared, const TensorMap& d_map, const Argumen
     buffers[buffer].finish(total[part], shared, part, ends_stage && refills > 0, thread);
     if (ends_stage && !C.grouped) --refills;
   };
-  const auto load_bias = [&](int part) {
-    if constexpr (C.gate_up) {
-      if (part == 0) gate_up_bias.load(args, schedule.coord, thread);
-    } else {
-      const void* bias = bias_of_group(args.bias, args, schedule.coord);
-      biases[part].load(bias, args, schedule.coord, C.swap_ab ? thread.group * 64 : part * C.part_n, thread);
-    }
-  };
   const auto start_part = [&](int part) {
 #pragma unroll
     for (int i = 0; i < C.part_n / 2; ++i) total[part][i] = 0.0f;
-    if constexpr (C.split_k == 1) load_bias(part);
+    if constexpr (C.split_k == 1) bias.load(part, args, schedule.coord, thread);
   };
   const auto store_part = [&](int part, Staging staging) {
     if constexpr (C.split_k == 1 && !C.gate_up)
-      store_tile<C>(total[part], staging, d_map, args, finished, part * C.part_n, biases[part], thread);
+      store_tile<C>(total[part], staging, d_map, args, finished, part * C.part_n, bias.parts[part], thread);
     start_part(part);
   };
   const auto store_finished = [&](int part) __attribute__((always_inline)) {
     if (finished.is_none()) {
-      if constexpr (C.grouped) load_bias(part);  // what is there may be of a tile that was skipped
+      // What is there may be of a tile that was skipped.
+      if constexpr (C.grouped) bias.load(part, args, schedule.coord, thread);
       return;
     }
     if constexpr (C.gate_up) {  // gate and up leave together
-      if (part == 0) gate_up_epilogue<C>(total, shared, d_map, args, finished, num_epilogues++, gate_up_bias, thread);
+      if (part == 0) gate_up_epilogue<C>(total, shared, d_map, args, finished, num_epilogues++, bias.gate_up, thread);
       start_part(part);
     } else {
       store_part(part, output_staging(shared, thread));
@@ -290,10 +299,11 @@ __device__ void consume(Shared<C>& shared, const TensorMap& d_map, const Argumen
       const auto store_whole = [&](int) __attribute__((always_inline)) {
 #pragma unroll
         for (int part = 0; part < C.parts; ++part) store_finished(part);
-        biases[0].load(args.bias, args, schedule.coord, first_col, thread);
+        bias.parts[0].load(args.bias, args, schedule.coord, first_col, thread);
       };
       compute_tile<C, 1>(schedule, read_scales_half, begin_half, finish_half, store_whole);
-      store_tile<C>(total[0], output_staging(shared, thread), d_map, args, schedule.coord, first_col, biases[0], thread);
+      store_tile<C>(total[0], output_staging(shared, thread), d_map, args, schedule.coord, first_col, bias.parts[0],
+                    thread);
       finished = TileCoord<C>::none();
     }
   }
@@ -308,11 +318,12 @@ __device__ void consume(Shared<C>& shared, const TensorMap& d_map, const Argumen
   } else {
     const int slice = cluster_rank();
     const int first = C.swap_ab ? thread.group * 64 : slice * C.store_n;
-    if (slice < C.slice_owners) biases[0].load(args.bias, args, finished, first, thread);
+    if (slice < C.slice_owners) bias.parts[0].load(args.bias, args, finished, first, thread);
     float sum[C.store_n / 2];
     reduce_split_k<C>(sum, total[0], shared, slice, thread);
     if (slice < C.slice_owners)
-      store_tile<C>(sum, output_staging(shared, thread), d_map, args, finished, slice * C.store_n, biases[0], thread);
+      store_tile<C>(sum, output_staging(shared, thread), d_map, args, finished, slice * C.store_n, bias.parts[0],
+                    thread);
   }
   if (thread.index == 0) tma_store_wait_read();
 }

@@ -57,7 +57,7 @@ def describe_gemm(
     bounds that are ready early.
 
     tokens: about how many tokens a group has.
-    bias: [N], contiguous; of groups [G, N], with contiguous rows.
+    bias: contiguous: [N]; of groups [G, N], and with gate_up [G, 2N], gate first.
     """
     (m, k), n = a.data.shape[-2:], b.data.shape[-2]
     token_tiles = most_token_tiles(config, groups, m)
@@ -96,7 +96,6 @@ def describe_gemm(
         "band": num_band,
         "inverse": ceil_div(1 << 33, num_band),
         "programmatic": programmatic,
-        "bias_bytes": 0 if bias is None or bias.ndim == 1 else bias.bytes_of_stride(0),
     }
     early = [b.data.place, b.scale_inv.place, arguments["bias"]]
     if groups is not None:
@@ -115,7 +114,6 @@ def describe_gemm(
         }
         early += [groups.bounds] if groups.bounds_ready else []
     if gate_up is not None:
-        up_bias = None if gate_up.bias is None else gate_up.bias.place
         arguments["gate_up"] = {
             "up_scales": gate_up.up.scale_inv.place,
             "activation": gate_up.activation.arguments,
@@ -123,9 +121,8 @@ def describe_gemm(
             "pitch": gate_up.d_scale_inv.strides[-1],
             "saved": gate_up.saved,
             "saved_row_bytes": 2 * round_up(n, 8),
-            "up_bias": up_bias,
         }
-        early += [gate_up.up.data.place, gate_up.up.scale_inv.place, up_bias]
+        early += [gate_up.up.data.place, gate_up.up.scale_inv.place]
     r.step(
         kernel_of(
             config,

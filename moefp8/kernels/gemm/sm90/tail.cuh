@@ -52,11 +52,10 @@ struct Tail {
     release(shared, stage, thread);
   }
 
-  // Adds the bias of the 64 weights of a part; `first` is the one of the first group.
-  __device__ void add_bias(int part, const void* first, const Arguments& args, const TileCoord<C>& coord,
-                           const Thread<C>& thread) {
+  // Adds the bias of the 64 weights of a part.
+  __device__ void add_bias(int part, const Arguments& args, const TileCoord<C>& coord, const Thread<C>& thread) {
     TileBias<C, true> bias;
-    bias.load(bias_of_group(first, args, coord), args, coord, part * 64, thread);
+    bias.load(bias_of_group(args, coord, C.gate_up && part == 1), args, coord, part * 64, thread);
     bias.add_to(total[part], thread);
   }
   // Stores the tail in BF16, as `store_tile` in epilogue/store.cuh does with swap_ab: a part is a box.
@@ -99,16 +98,14 @@ __device__ void consume_tail(Shared<C>& shared, const Arguments& args, Scheduler
     Tail<C> tail = {};
 #pragma unroll 1
     for (int k = 0; k < schedule.k_end; ++k, schedule.next_stage()) tail.add(shared, schedule, thread);
+#pragma unroll
+    for (int part = 0; part < Tail<C>::kParts; ++part) tail.add_bias(part, args, schedule.coord, thread);
     if constexpr (C.gate_up) {
-      tail.add_bias(0, args.bias, args, schedule.coord, thread);
-      tail.add_bias(1, args.gate_up.up_bias, args, schedule.coord, thread);
       if constexpr (C.saves_gate_up)
         save_gate_up<true>(tail.total[0], tail.total[1], args, schedule.coord, thread);
       activate<C.activation>(tail.total[0], tail.total[1], args.gate_up.activation);
       gate_up_epilogue_columns(tail.total[0], shared, args, schedule.coord, num_activated++, thread);
     } else {
-#pragma unroll
-      for (int part = 0; part < Tail<C>::kParts; ++part) tail.add_bias(part, args.bias, args, schedule.coord, thread);
       tail.store(shared, args, schedule.coord, thread);
     }
   }

@@ -214,8 +214,8 @@ struct GateUpBias {
   TileBias<C, C.stacked, C.outputs> gate, up;
 
   __device__ void load(const Arguments& args, const TileCoord<C>& coord, const Thread<C>& thread) {
-    gate.load(bias_of_group(args.bias, args, coord), args, coord, 0, thread);
-    up.load(bias_of_group(args.gate_up.up_bias, args, coord), args, coord, 0, thread);
+    gate.load(bias_of_group(args, coord), args, coord, 0, thread);
+    up.load(bias_of_group(args, coord, true), args, coord, 0, thread);
   }
   template <int kSize>
   __device__ void add_to(float (&gate_sums)[kSize], float (&up_sums)[kSize], const Thread<C>& thread) const {

@@ -56,11 +56,12 @@ struct TileBias {
   }
 };
 
-// The bias of a tile's group, which begins at `first` for the first group.
+// The bias of a tile's group: [num_weights]. is_up: that of up, which follows gate's.
 template <GemmConfig C>
-__device__ const void* bias_of_group(const void* first, const Arguments& args, const TileCoord<C>& coord) {
-  if constexpr (!C.grouped) return first;
-  return static_cast<const uint8_t*>(first) + coord.group * args.bias_bytes;
+__device__ const void* bias_of_group(const Arguments& args, const TileCoord<C>& coord, bool is_up = false) {
+  if constexpr (!C.grouped) return args.bias;
+  const int64_t row = C.gate_up ? 2 * coord.group + is_up : coord.group;
+  return static_cast<const uint8_t*>(args.bias) + row * args.num_weights * (C.bias == Bias::kFloat ? 4 : 2);
 }
 
 // Boxes of output pass through shared memory here, in slices of kSlice bytes that are `pitch` bytes apart.
