@@ -67,7 +67,8 @@ def test_a_gpu_computes_what_the_cpu_does(t, h, i, wgrad, dtype):
         wanted = gradients_of(layer, x, grad)
         found = gradients_of(copy.deepcopy(layer).cuda(), *on("cuda", x, grad))
         assert [z.dtype for z in found] == [z.dtype for z in wanted]
-        assert_near(found, wanted, 0.02)
+        # At a limit the gradient is not continuous: gate and up are rounded on either side of it.
+        assert_near(found, wanted, 0.02 if activation.limit is None else 0.05)
 
 
 @on_gpu
