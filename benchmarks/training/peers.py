@@ -19,8 +19,9 @@ from benchmarks.training import sonic
 from benchmarks.training.cases import LayerStep, LinearStep, Step
 from moefp8 import GroupedExperts
 from moefp8.functional.training.grouped_linear import grouped_linear
-from moefp8.functional.training.linear import Wgrad, linear
+from moefp8.functional.training.linear import linear
 from moefp8.functional.training.weights import codes_stay, requantize
+from moefp8.functional.training.wgrad import Wgrad
 from moefp8.kernels import E4M3
 from moefp8.routing import softmax_topk
 

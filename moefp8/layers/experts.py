@@ -12,7 +12,7 @@ from torch import nn
 from ..functional.expert_biases import BIASES, bias_shapes
 from ..functional.experts import ExpertsInputs, check_saved_dtype, routed_experts
 from ..functional.training.experts import trainable_experts
-from ..functional.training.linear import Wgrad, check_wgrad
+from ..functional.training.wgrad import Wgrad, check_wgrad
 from ..kernels import E4M3
 from ..kernels.common.activation import Activation, activation_of
 from ..kernels.common.checks import (

@@ -7,8 +7,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from ..functional.linear import linear
-from ..functional.training.linear import Wgrad
 from ..functional.training.linear import linear as trained_linear
+from ..functional.training.wgrad import Wgrad
 from ..kernels import E4M3
 from ..kernels.common.checks import FLOATS, check_rows_contiguous, check_tensor
 from ..quant import BlockScaled, dequantize

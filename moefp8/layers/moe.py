@@ -15,7 +15,7 @@ from ..functional.activation import activate
 from ..functional.feed_forward import FeedForwardInputs
 from ..functional.feed_forward_backward import shared_experts
 from ..functional.training.feed_forward import shared_experts as trained_shared_experts
-from ..functional.training.linear import Wgrad
+from ..functional.training.wgrad import Wgrad
 from ..kernels.common.activation import Activation, activation_of
 from ..kernels.common.checks import FLOATS, check_tensor
 from ..routing.logits import exact_logits

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..functional.training.linear import Wgrad, check_wgrad
+from ..functional.training.wgrad import Wgrad, check_wgrad
 from ..kernels import E4M3
 from ..kernels.common.checks import FLOATS
 from ..quant.weight_format import BLOCKS, WeightFormat

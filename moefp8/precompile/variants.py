@@ -22,7 +22,7 @@ from ..functional.expert_parts import BiasDtypes, CallTensors
 from ..functional.experts_records import experts_backward_kernels, experts_kernels
 from ..functional.feed_forward import feed_forward_kernels
 from ..functional.linear import linear_kernels
-from ..functional.training import linear as trained_linear
+from ..functional.training import linear_records as trained_linear
 from ..functional.training.experts_records import trained_backward_kernels
 from ..functional.training.rows import quantized_rows_kernels
 from ..kernels.common.activation import SWIGLU, Activation

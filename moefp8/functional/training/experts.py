@@ -29,9 +29,9 @@ from ..parts import parts_of, split
 from . import main_grad
 from .experts_backward import trained_dgrad, trained_experts_backward
 from .experts_records import trained_backward_record
-from .linear import Wgrad, as_written
 from .rows import quantized_rows, tokens_of_rows
 from .weights import codes_of
+from .wgrad import Wgrad, as_written, put
 
 _OP = "trained_experts"
 
@@ -208,7 +208,9 @@ def _with_bf16_weights(
         weighted = (activation_gradients.weight_of_row[:, None] * activated).bfloat16()
         grad_rows_bf16 = dispatch_rows(grad.bfloat16(), to_token)
         product = grouped_outer(grad_rows_bf16, weighted, offsets)
-        gradients["down_proj"] = _put(masters["down_proj"], product, _begins(parts, "down_proj"))
+        gradients["down_proj"] = put(
+            masters["down_proj"], product, begins=_begins(parts, "down_proj")
+        )
     if needs["hidden_states"]:
         grad_rows = trained_dgrad(*activation_gradients[:2], gate_up_proj, offsets, 2)
         gradients["hidden_states"] = sum_rows(grad_rows, to_row, activation_gradients.is_first)
@@ -216,13 +218,8 @@ def _with_bf16_weights(
         x_rows = dispatch_rows(x.bfloat16(), to_token)
         product = grouped_outer(activation_gradients.grad_gate_up.flatten(1), x_rows, offsets)
         begins = _begins(parts, "gate_up_proj")
-        gradients["gate_up_proj"] = _put(masters["gate_up_proj"], product, begins)
+        gradients["gate_up_proj"] = put(masters["gate_up_proj"], product, begins=begins)
     return gradients
-
-
-def _put(weight: torch.Tensor, product: torch.Tensor, begins: bool) -> torch.Tensor | None:
-    d, accumulates = main_grad.target(weight, begins=begins)
-    return main_grad.result(weight, d.add_(product) if accumulates else d.copy_(product))
 
 
 _NAMES = TrainedExpertsInputs._fields[:12]  # those of an autograd function

@@ -20,8 +20,9 @@ from ..activation_rows import activation_rows, activation_rows_grad
 from ..autograd import first_order, records
 from ..feed_forward import feed_forward, feed_forward_saving
 from . import main_grad
-from .linear import Trainee, Wgrad, gradients
+from .linear import Trainee, gradients
 from .weights import codes_of
+from .wgrad import Wgrad
 
 _OP = "trained_feed_forward"
 

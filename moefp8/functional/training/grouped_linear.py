@@ -16,8 +16,9 @@ from ...quant.columns import quantize_1x128_and_128x1
 from ...quant.quantize import quantize_1x128
 from ..autograd import first_order, records
 from . import main_grad
-from .linear import Trained, Wgrad, nothing_of, weight_gradient
+from .linear import Trained
 from .weights import codes_of
+from .wgrad import Wgrad, nothing_of, weight_gradient
 
 _OP = "trained_grouped_linear"
 

@@ -6,9 +6,9 @@ saved. The backward quantizes dY likewise: its row codes times W give dX = dY W,
 times those of x give dW = dY^T X. Forward and backward are one prepared launch each.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,46 +20,19 @@ from ...kernels.common.checks import (
     check_shape,
     check_tensor,
 )
-from ...kernels.common.prepared import Launches, layout_of, prepared
-from ...kernels.common.tma_operands import fits
 from ...kernels.gemm.dense import fp8_gemm_nt
 from ...kernels.gemm.k_grouped import k_grouped_gemm
-from ...kernels.gemm.operands import check_sizes
-from ...kernels.jit import Kernel, current_driver
-from ...kernels.program import (
-    Codes,
-    Record,
-    Span,
-    Target,
-    Tensor,
-    kernels_at_any_address,
-    layouts,
-    prepare_launches,
-)
-from ...kernels.registry import Written, register_inputs, without_autocast
-from ...kernels.targets import target_of
-from ...quant.columns import (
-    column_codes,
-    describe_columns,
-    empty_columns,
-    quantize_1x128_and_128x1,
-    readable,
-)
+from ...kernels.registry import Written, register_inputs
+from ...quant.columns import empty_columns, quantize_1x128_and_128x1
 from ...quant.quantize import quantize_1x128
 from ..autograd import first_order, records
 from ..linear import fp8_linear
 from . import main_grad
+from .linear_records import WeightCodes, launch_backward, launch_forward
 from .weights import codes_of
+from .wgrad import Wgrad, as_written, bf16_gradient, nothing_of
 
 _OP, _BACKWARD = "trained_linear", "trained_linear_backward"
-Wgrad = Literal["128x1", "128x128", "bf16"]
-"""The format in which inputs are saved for gradients of weights: FP8 with a scale for 128 tokens of
-one feature or of 128 features, or BF16; in BF16 the gradient of the result stays BF16, too."""
-
-
-def check_wgrad(layer: str, wgrad: str) -> None:
-    if wgrad not in get_args(Wgrad):
-        raise ValueError(f"{layer}: wgrad must be '128x1', '128x128' or 'bf16', got {wgrad!r}")
 
 
 class TrainedLinearInputs(NamedTuple):
@@ -81,8 +54,7 @@ class TrainedLinearInputs(NamedTuple):
     batch_invariant: bool
 
 
-Saved = tuple[torch.Tensor, torch.Tensor]  # column codes and their scales
-Trained = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # the result, and `Saved`
+Trained = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # the result, and `ColumnCodes`
 
 
 def _check(inputs: TrainedLinearInputs) -> None:
@@ -99,11 +71,6 @@ def _check(inputs: TrainedLinearInputs) -> None:
 
 def _empty(x: torch.Tensor, columns: int) -> torch.Tensor:
     return x.new_empty((len(x), columns), dtype=torch.bfloat16)
-
-
-def nothing_of(x: torch.Tensor) -> Saved:
-    """Empty tensors in place of column codes that are not needed."""
-    return x.new_empty(0, dtype=torch.float8_e4m3fn), x.new_empty(0, dtype=torch.float32)
 
 
 def _allocate(inputs: TrainedLinearInputs) -> Trained:
@@ -142,7 +109,7 @@ def _launch(inputs: TrainedLinearInputs) -> Trained:
         return _body(inputs)
     codes = codes_of(weight, reuse_codes=reuse_codes)
     y, columns = _empty(x, len(weight)), empty_columns(*_blocks_of(x), x.device, blocks=blocks)
-    weight_codes, check = _Codes(codes.data, codes.scale_inv), partial(_check, inputs)
+    weight_codes, check = WeightCodes(codes.data, codes.scale_inv), partial(_check, inputs)
     if launch_forward(check, x, weight_codes, bias, y, columns, blocks, batch_invariant):
         return y, *columns
     return _body(inputs)
@@ -218,7 +185,10 @@ def _launch_backward(inputs: TrainedLinearBackwardInputs) -> torch.Tensor:
     if d is None or not wants_x:
         return _backward(inputs)
     codes = codes_of(weight, is_backward=True)
-    dx, weight_codes = _empty(grad, weight.shape[1]), _Codes(codes.transposed, codes.scale_inv.mT)
+    dx, weight_codes = (
+        _empty(grad, weight.shape[1]),
+        WeightCodes(codes.transposed, codes.scale_inv.mT),
+    )
     check, columns = partial(_allocate_backward, inputs), (x_columns, scale_inv)
     if launch_backward(check, grad, weight_codes, columns, dx, d, accumulates, batch_invariant):
         return dx
@@ -234,24 +204,6 @@ trained_linear_backward = register_inputs(
     kernels=_launch_backward,
 )
 """`TrainedLinearBackwardInputs` -> bf16 dX [M, K]; dW = dY^T X goes to d."""
-
-
-def weight_gradient(
-    weight: torch.Tensor,
-    grad_columns: Saved,
-    x_columns: Saved,
-    num_tokens: int,
-    expert_offsets: torch.Tensor | None = None,
-) -> torch.Tensor | None:
-    """Compute dY^T X, and what a backward returns for the weight: see `main_grad`.
-
-    weight: [N, K], or [E, N, K] with expert_offsets.
-    grad_columns, x_columns: column codes of dY and of X.
-    """
-    d, accumulates = main_grad.target(weight)
-    written = as_written(d)
-    k_grouped_gemm(*grad_columns, *x_columns, written, expert_offsets, num_tokens, accumulates)
-    return main_grad.result(weight, d if written is d else d.copy_(written))
 
 
 class Trainee(NamedTuple):
@@ -292,7 +244,7 @@ def gradients(
         options = False, True, batch_invariant
         dx = trained_linear_backward(grad, weight, *nothing_of(grad), None, *options)
     if needs_weight:
-        grad_weight = _bf16_gradient(master, grad, saved_x[0])
+        grad_weight = bf16_gradient(master, grad, saved_x[0])
     return dx, grad_weight
 
 
@@ -331,20 +283,6 @@ class _TrainedLinear(torch.autograd.Function):
         return None, None, None, None if dx is None else dx.to(ctx.dtype), grad_weight, grad_bias
 
 
-def as_written(d: torch.Tensor) -> torch.Tensor:
-    """d itself, or FP32 memory in its place if the GEMM cannot write its dtype."""
-    return torch.empty_like(d, dtype=torch.float32) if d.dtype == torch.float16 else d
-
-
-def _bf16_gradient(
-    weight: torch.Tensor, grad: torch.Tensor, x: torch.Tensor
-) -> torch.Tensor | None:
-    d, accumulates = main_grad.target(weight)
-    with without_autocast(grad.device):
-        product = grad.bfloat16().T @ x.bfloat16()
-    return main_grad.result(weight, d.add_(product) if accumulates else d.copy_(product))
-
-
 def linear(
     layer: str,
     x: torch.Tensor,
@@ -366,226 +304,3 @@ def linear(
     else:
         y, *_ = trained_linear(x, weight, bias, reuse_codes, False, False, batch_invariant)
     return y
-
-
-# ---- The kernels ----
-
-
-class _Codes(NamedTuple):
-    """e4m3 [N, K] and fp32 [ceil(N/128), ceil(K/128)], any strides."""
-
-    data: torch.Tensor
-    scale_inv: torch.Tensor
-
-
-def _is_simple(x: torch.Tensor, codes: _Codes) -> bool:
-    """Whether no operand of a product x codes^T has to be copied."""
-    (m, k), n = x.shape, len(codes.data)
-    is_readable = x.stride(1) == 1 and readable(x) is x
-    return bool(m and n and k) and k % 16 == n % 8 == 0 and is_readable and fits(codes.data)
-
-
-def describe_forward(
-    r: Record,
-    x: Tensor,
-    weights: Codes,
-    y: Tensor,
-    columns: Codes,
-    *,
-    bias: Tensor | None = None,
-    blocks: bool = False,
-    min_amax: float = MIN_AMAX,
-    batch_invariant: bool = False,
-) -> None:
-    """Add the steps that make both codes of x [M, K], and y [M, N], x times the weights [N, K]."""
-    (m, k), n = x.shape, weights.data.shape[0]
-    check_sizes(_OP, m, n, k)
-    rows = r.codes("rows", (1, m, k)).first()
-    describe_columns(r, x, columns, m, rows=rows, min_amax=min_amax, blocks=blocks)
-    r.target.gemms.dense(r, rows, weights, y, bias=bias, batch_invariant=batch_invariant)
-
-
-def describe_backward(
-    r: Record,
-    grad: Tensor,
-    weights: Codes,
-    x_columns: Codes,
-    dx: Tensor,
-    d: Tensor,
-    *,
-    accumulates: bool,
-    batch_invariant: bool = False,
-) -> None:
-    """Add steps: dX [M, K] of grad [M, N] and W^T [K, N], and dW [N, K], written or added to d."""
-    m, n = grad.shape
-    columns = column_codes(r, "columns", num_blocks(m), n)
-    describe_forward(
-        r,
-        grad,
-        weights,
-        dx,
-        columns,
-        min_amax=MIN_GRADIENT_AMAX,
-        batch_invariant=batch_invariant,
-    )
-    r.target.gemms.k_grouped(r, columns, x_columns, d.batched(), m, accumulates=accumulates)
-
-
-def _key_of(*tensors: torch.Tensor | None) -> tuple[object, ...]:
-    """Layouts and alignments."""
-    return tuple([None if x is None else (layout_of(x), x.data_ptr() % 16) for x in tensors])
-
-
-_FORWARD_INPUTS = "x", "weight", "weight_scales", "y", "columns", "columns_scales", "bias"
-
-
-def launch_forward(
-    check: Callable[[], object],
-    x: torch.Tensor,
-    codes: _Codes,
-    bias: torch.Tensor | None,
-    y: torch.Tensor,
-    columns: tuple[torch.Tensor, torch.Tensor],
-    blocks: bool,
-    batch_invariant: bool,
-) -> bool:
-    """Write y and the column codes of x; False if an operand would have to be copied first.
-
-    check: raises an error if operands are wrong; called once for each layout.
-    y: bf16 [M, N], contiguous. columns: as `empty_columns` gives them.
-    """
-    key = (_OP, _key_of(x, *codes, bias), blocks, batch_invariant, current_driver().max_sms)
-
-    def prepare() -> Launches:
-        check()
-        if not _is_simple(x, codes) or (bias is not None and not bias.is_contiguous()):
-            return Launches((), 0)
-        device_index = x.get_device()
-        r = Record(target_of(device_index), _FORWARD_INPUTS)
-        describe_forward(
-            r,
-            Tensor.of(x, "x"),
-            Codes.of(*codes, "weight"),
-            Tensor.of(y, "y"),
-            Codes.of(*columns, "columns"),
-            blocks=blocks,
-            batch_invariant=batch_invariant,
-            **layouts(bias=bias),
-        )
-        return prepare_launches(r, device_index)
-
-    entry = prepared(key, prepare)
-    if entry.launches:
-        tensors = x, *codes, y, *columns
-        bias_address = 0 if bias is None else bias.data_ptr()
-        entry(x.get_device(), (*[z.data_ptr() for z in tensors], bias_address))
-    return bool(entry.launches)
-
-
-def forward_kernels(
-    target: Target,
-    most_tokens: int,
-    n: int,
-    k: int,
-    dtype: torch.dtype,
-    *,
-    bias: torch.dtype | None = None,
-    blocks: bool = False,
-    batch_invariant: bool = False,
-) -> Iterator[Kernel]:
-    """The kernels of a forward that saves column codes: weights [N, K], x at any address."""
-
-    def describe(span: Span, alignment: int) -> Record:
-        r, m = Record(target, _FORWARD_INPUTS, span=span), span.first
-        describe_forward(
-            r,
-            Tensor.contiguous("x", m, k, dtype=dtype, alignment=alignment),
-            Codes.contiguous("weight", n, k),
-            Tensor.contiguous("y", m, n),
-            column_codes(r, "x_columns", num_blocks(m), k, blocks=blocks),
-            bias=None if bias is None else Tensor.contiguous("bias", n, dtype=bias),
-            blocks=blocks,
-            batch_invariant=batch_invariant,
-        )
-        return r
-
-    return kernels_at_any_address(describe, most_tokens, dtype.itemsize)
-
-
-_BACKWARD_INPUTS = "grad", "weight", "weight_scales", "x_columns", "x_columns_scales", "dx", "d"
-
-
-def launch_backward(
-    check: Callable[[], object],
-    grad: torch.Tensor,
-    codes: _Codes,
-    x_columns: tuple[torch.Tensor, torch.Tensor],
-    dx: torch.Tensor,
-    d: torch.Tensor,
-    accumulates: bool,
-    batch_invariant: bool,
-) -> bool:
-    """Write dX, and write dW to d or add it; False if an operand would have to be copied first.
-
-    check: as in `launch_forward`. codes: of W^T, [K, N]. x_columns: column codes of x.
-    dx: bf16 [M, K], contiguous. d: [N, K].
-    """
-    options = accumulates, batch_invariant, current_driver().max_sms
-    key = (_OP, "backward", _key_of(grad, *codes, *x_columns, d), *options)
-
-    def prepare() -> Launches:
-        check()
-        if not (_is_simple(grad, codes) and all(map(fits, x_columns)) and d.stride(1) == 1):
-            return Launches((), 0)
-        device_index = grad.get_device()
-        r = Record(target_of(device_index), _BACKWARD_INPUTS)
-        describe_backward(
-            r,
-            Tensor.of(grad, "grad"),
-            Codes.of(*codes, "weight"),
-            Codes.of(*x_columns, "x_columns"),
-            Tensor.of(dx, "dx"),
-            Tensor.of(d, "d"),
-            accumulates=accumulates,
-            batch_invariant=batch_invariant,
-        )
-        return prepare_launches(r, device_index)
-
-    entry = prepared(key, prepare)
-    if entry.launches:
-        tensors = grad, *codes, *x_columns, dx, d
-        entry(grad.get_device(), tuple([z.data_ptr() for z in tensors]))
-    return bool(entry.launches)
-
-
-def backward_kernels(
-    target: Target,
-    most_tokens: int,
-    n: int,
-    k: int,
-    dtype: torch.dtype,
-    *,
-    accumulates: bool = False,
-    blocks: bool = False,
-    batch_invariant: bool = False,
-) -> Iterator[Kernel]:
-    """The kernels of a backward of BF16 gradients with weights [N, K], tensors at any addresses.
-
-    dtype: of dW.
-    """
-
-    def describe(span: Span, alignment: int) -> Record:
-        r, m = Record(target, _BACKWARD_INPUTS, span=span), span.first
-        describe_backward(
-            r,
-            Tensor.contiguous("grad", m, n, alignment=alignment),
-            Codes.contiguous("weight", k, n),
-            column_codes(r, "saved_columns", num_blocks(m), k, blocks=blocks),
-            Tensor.contiguous("dx", m, k),
-            Tensor.contiguous("d", n, k, dtype=dtype, alignment=alignment),
-            accumulates=accumulates,
-            batch_invariant=batch_invariant,
-        )
-        return r
-
-    return kernels_at_any_address(describe, most_tokens, torch.bfloat16.itemsize)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ...functional.training.linear import Wgrad, check_wgrad
+from ...functional.training.wgrad import Wgrad, check_wgrad
 from ...kernels.common.activation import Activation
 from ...kernels.common.checks import FLOATS, check_tensor
 from ..experts import GroupedExperts

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ...functional.training.linear import Wgrad
+from ...functional.training.wgrad import Wgrad
 from ...system.progress import Progress
 from ..experts import GroupedExperts
 from ..linear import FP8Linear

@@ -35,7 +35,7 @@ FAULTS = [
         why="each part of many tokens overwrites the gradients of the parts before",
     ),
     Fault(
-        file="functional/training/linear.py",
+        file="functional/training/linear_records.py",
         old="_key_of(x, *codes, bias), blocks, batch_invariant,",
         new="_key_of(x, *codes, bias), batch_invariant,",
         caught_by=_LAUNCHES + "test_linears_of_one_layout_hold_their_inputs_each_in_its_way",

@@ -6,7 +6,7 @@ from typing import get_args
 import pytest
 import torch
 
-from moefp8.functional.training.linear import Wgrad
+from moefp8.functional.training.wgrad import Wgrad
 from moefp8.kernels.common.activation import Activation
 from moefp8.layers.moe import SharedExperts
 from tests import naive
