@@ -456,20 +456,26 @@ class _Experts(torch.autograd.Function):
 def _gradients(
     ctx: Any, grad: torch.Tensor, needs: dict[str, bool]
 ) -> dict[str, torch.Tensor | None]:
-    """All gradients but that of the addend, by the names of inputs."""
-    saved = ctx.saved_tensors
+    """The gradients that are needed, by the names of inputs; the addend's is the caller's.
+
+    Raises NotImplementedError if a gradient of weights or their scales is needed.
+    """
+    saved = ctx.saved_tensors  # read once: checkpointing unpacks them only once
+    ids, scores, gate_up, gate_up_scales, *weights, down_bias = saved
     gradients: dict[str, torch.Tensor | None] = {}
     if any(needs[name] for name in TRAINED):
-        down = saved[6]
-        biases = empty_bias_gradients(needs, down.device, down.shape)
-        dx, grad_scores = experts_backward(grad, *saved, *biases.values(), *ctx.options)
-        made = {"hidden_states": dx, "top_k_weights": grad_scores, **biases}
-        for name, x in made.items():
+        down_proj = weights[2]
+        grad_biases = empty_bias_gradients(needs, down_proj.device, down_proj.shape)
+        tokens = grad, ids, scores, gate_up, gate_up_scales
+        biases = down_bias, *grad_biases.values()
+        dx, grad_scores = experts_backward(*tokens, *weights, *biases, *ctx.options)
+        results = {"hidden_states": dx, "top_k_weights": grad_scores, **grad_biases}
+        for name, x in results.items():
             if needs[name] and x is not None:
                 gradients[name] = x.to(ctx.dtypes[name])
-    names = ExpertsInputs._fields[3:7]
-    grad_projections = no_gradients(grad, ctx.layer, [needs[x] for x in names], saved[4:8])
-    return gradients | dict(zip(names, grad_projections, strict=True))
+    frozen = "gate_up_proj", "gate_up_proj_scale_inv", "down_proj", "down_proj_scale_inv"
+    nothing = no_gradients(grad, ctx.layer, [needs[name] for name in frozen], weights)
+    return gradients | dict(zip(frozen, nothing, strict=True))
 
 
 def check_saved_dtype(layer: str, saved_dtype: torch.dtype) -> None:

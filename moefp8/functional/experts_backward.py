@@ -121,48 +121,54 @@ def _allocate(inputs: ExpertsBackwardInputs) -> Gradients:
 
 
 def _body(inputs: ExpertsBackwardInputs) -> Gradients:
+    """Expert by expert, in PyTorch: the formulas at the head of this file."""
     dx, _ = _allocate(inputs)
-    grad, ids, top_k_weights, gate_up, gate_up_scales, *weights = inputs[:9]
-    gate_up_proj, gate_up_proj_scales, down_proj, down_scales = weights
-    gate_up_proj_scales = tile_scales(gate_up_proj, gate_up_proj_scales, 2)
-    down_scales = tile_scales(down_proj, down_scales)
+    grad, ids, scores = inputs.grad, inputs.top_k_index, inputs.top_k_weights
+    gate_up_proj, down_proj = inputs.gate_up_proj, inputs.down_proj
+    gate_up_proj_scales = tile_scales(gate_up_proj, inputs.gate_up_proj_scale_inv, parts=2)
+    down_scales = tile_scales(down_proj, inputs.down_proj_scale_inv)
+    biases = biases_of(inputs)
+    has_biases = any(x is not None for x in biases)
     num_experts, h, i = down_proj.shape
     maps = build_maps(ids, num_experts, 1, None, inputs.expert_offset)
     _, expert_offsets, row_to_token, _, token_to_row = maps
     num_rows = len(row_to_token)
-    if num_rows == 0 or (i == 0 and not any(x is not None for x in biases_of(inputs))):
-        return dx.zero_(), top_k_weights.new_zeros(ids.shape, dtype=torch.float32)
-    if gate_up_scales is not None:
-        gate_up = dequantize(BlockScaled(gate_up, gate_up_scales)).view(num_rows, 2, i)
-    weight_of_row, is_first = weights_of_rows(token_to_row, top_k_weights, num_rows)
+    if num_rows == 0 or (i == 0 and not has_biases):
+        return dx.zero_(), scores.new_zeros(ids.shape, dtype=torch.float32)
+    gate_up = inputs.gate_up
+    if inputs.gate_up_scale_inv is not None:
+        codes = BlockScaled(gate_up, inputs.gate_up_scale_inv)
+        gate_up = dequantize(codes).view(num_rows, 2, i)
+    score_of_row, is_first = weights_of_rows(token_to_row, scores, num_rows)
     data, scale_inv = grad, inputs.grad_scale_inv
     if scale_inv is None:
         data, scale_inv = quantize_1x128(grad, min_amax=MIN_GRADIENT_AMAX)
     data, scale_inv = (dispatch_rows(x, row_to_token) for x in (data, scale_inv))
-    rows, products = grad.new_zeros(num_rows, h, dtype=torch.bfloat16), weight_of_row * 0
+    dx_rows = grad.new_zeros(num_rows, h, dtype=torch.bfloat16)
+    grad_score_of_row = torch.zeros_like(score_of_row)
     grad_gate_up = grad.new_zeros(num_rows, 2 * i, dtype=torch.float32)
     for expert, (begin, end) in enumerate(pairwise(expert_offsets.tolist())):
         if begin == end:
             continue
-        down_weights = down_proj[expert].mT, down_scales[expert].mT
-        grad_activated = block_scaled_matmul(data[begin:end], scale_inv[begin:end], *down_weights)
-        halves = (
-            gate_up_proj[expert].unflatten(0, (2, i)),
-            gate_up_proj_scales[expert].unflatten(0, (2, -1)),
-        )
-        rows[begin:end], products[begin:end], grad_gate_up[begin:end] = through_activation(
+        here = slice(begin, end)
+        down_transposed = down_proj[expert].mT, down_scales[expert].mT
+        grad_activated = block_scaled_matmul(data[here], scale_inv[here], *down_transposed)
+        gate, up = gate_up_proj[expert].unflatten(0, (2, i))
+        gate_scales, up_scales = gate_up_proj_scales[expert].unflatten(0, (2, -1))
+        dx_rows[here], grad_score_of_row[here], grad_gate_up[here] = through_activation(
             grad_activated.bfloat16(),
-            gate_up[begin:end],
-            weight_of_row[begin:end, None],
-            list(zip(*halves, strict=True)),
+            gate_up[here],
+            score_of_row[here, None],
+            [(gate, gate_scales), (up, up_scales)],
             inputs.activation,
         )
-    if any(x is not None for x in biases_of(inputs)):
-        outputs = dequantize(BlockScaled(data, scale_inv), torch.float32)
-        args = outputs, grad_gate_up, weight_of_row, expert_offsets
-        products += add_bias_gradients(*biases_of(inputs), *args)
-    grad_weights = products[token_to_row.clamp(min=0)].masked_fill(token_to_row < 0, 0.0)
-    return combine_rows(rows, token_to_row, is_first), grad_weights
+    if has_biases:
+        grad_rows = dequantize(BlockScaled(data, scale_inv), torch.float32)
+        rows = grad_rows, grad_gate_up, score_of_row, expert_offsets
+        grad_score_of_row += add_bias_gradients(*biases, *rows)
+    grad_scores = grad_score_of_row[token_to_row.clamp(min=0)]
+    grad_scores = grad_scores.masked_fill(token_to_row < 0, 0.0)
+    return combine_rows(dx_rows, token_to_row, is_first), grad_scores
 
 
 def _launch(inputs: ExpertsBackwardInputs) -> Gradients:

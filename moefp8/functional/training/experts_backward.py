@@ -109,6 +109,9 @@ class TrainedExpertsBackwardInputs(NamedTuple):
     blocks: bool
 
 
+_FIRST_OPTION = TrainedExpertsBackwardInputs._fields.index("adds_to_gate_up_proj")
+
+
 def _empty_gradients(inputs: TrainedExpertsBackwardInputs) -> tuple[torch.Tensor, torch.Tensor]:
     grad, weights = inputs.grad, inputs.top_k_weights
     dx = torch.empty_like(grad, dtype=torch.bfloat16, memory_format=torch.contiguous_format)
@@ -180,11 +183,21 @@ def _launch_backward(inputs: TrainedExpertsBackwardInputs) -> tuple[torch.Tensor
     gate_up = codes_of(inputs.gate_up_proj, parts=2, is_backward=True)
     grad = inputs.grad if inputs.grad.stride(1) == 1 else inputs.grad.contiguous()
     saved, saved_scales = readable_saved(inputs.gate_up, inputs.gate_up_scale_inv)
-    tensors = (
-        *(readable(grad), readable(inputs.hidden_states)),
-        *(inputs.top_k_index, inputs.top_k_weights, saved, saved_scales),
-        *(down.transposed, down.scale_inv.mT, gate_up.transposed, gate_up.scale_inv.mT),
-        *(inputs.grad_down_proj, inputs.grad_gate_up_proj, dx, grad_weights),
+    tensors = (  # in the order of `INPUTS`
+        readable(grad),
+        readable(inputs.hidden_states),
+        inputs.top_k_index,
+        inputs.top_k_weights,
+        saved,
+        saved_scales,
+        down.transposed,
+        down.scale_inv.mT,
+        gate_up.transposed,
+        gate_up.scale_inv.mT,
+        inputs.grad_down_proj,
+        inputs.grad_gate_up_proj,
+        dx,
+        grad_weights,
         *biases_of(inputs),
     )
     driver = current_driver()
@@ -192,7 +205,7 @@ def _launch_backward(inputs: TrainedExpertsBackwardInputs) -> tuple[torch.Tensor
         _OP,
         tuple([None if x is None else (layout_of(x), x.data_ptr() % 16) for x in tensors]),
         len(inputs.down_proj),
-        inputs[13:],
+        inputs[_FIRST_OPTION:],
         driver.max_sms,
     )
     prepared = driver.prepared().get(key)

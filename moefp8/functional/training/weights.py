@@ -271,14 +271,23 @@ def _watch_optimizers() -> None:
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """An optimizer may write through `.data`, and its step may be part of a graph."""
+    """Mark all codes of an optimizer's weights as old.
+
+    An optimizer may write through `.data`, which no version counts. If a CUDA graph captures the
+    step, each replay changes the weights, so their codes are marked as written in a graph, too.
+    """
     weights = [x for group in optimizer.param_groups for x in group["params"]]
-    pairs = [(attached_or_none(x, _StorageCodes), x) for x in weights]
-    storages = {id(entries): (entries, x) for entries, x in pairs if entries}
-    for entries, weight in storages.values():  # one for all weights of a flat buffer
-        is_in_graph = _capture_of(weight) is not None
-        for entry in list(entries.values()):
-            entry.is_old = True
-            entry.is_in_graph |= is_in_graph
-    if not all(entries for entries, _ in pairs):
+    has_weights_without_codes = False
+    seen = set()  # storages: the weights of a flat buffer share one
+    for weight in weights:
+        codes_of_storage = attached_or_none(weight, _StorageCodes)
+        if not codes_of_storage:
+            has_weights_without_codes = True
+        elif id(codes_of_storage) not in seen:
+            seen.add(id(codes_of_storage))
+            is_captured = _capture_of(weight) is not None
+            for entry in list(codes_of_storage.values()):
+                entry.is_old = True
+                entry.is_in_graph |= is_captured
+    if has_weights_without_codes:  # such as views that FSDP made of them: see `num_steps`
         _known.num_steps += 1
