@@ -1,7 +1,8 @@
 """Write the tables of all pages, draw the plots: `python -m benchmarks.report`.
 
-The pages are README.md, benchmarks/README.md, docs/families.md, docs/training.md and
-docs/design/goals.md; the tables are made of the JSON files in `benchmarks/results`.
+The pages are README.md, benchmarks/README.md, docs/families.md, docs/training.md,
+docs/hopper-fp8-gemm.md and docs/design/goals.md; the tables are made of the JSON files in
+`benchmarks/results`.
 """
 
 import json
@@ -17,6 +18,7 @@ from benchmarks import (
     goals,
     gradient_tables,
     headlines,
+    hopper_gemm,
     roofline,
     speedups,
 )
@@ -41,7 +43,12 @@ from benchmarks.versions import MODES
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-_DOCS = "docs/families.md", "docs/training.md", "docs/design/goals.md"
+_DOCS = (
+    "docs/families.md",
+    "docs/training.md",
+    "docs/hopper-fp8-gemm.md",
+    "docs/design/goals.md",
+)
 PAGES = tuple(ROOT / page for page in ("README.md", "benchmarks/README.md", *_DOCS))
 
 
@@ -181,6 +188,7 @@ TABLES: dict[str, Callable[..., str]] = {
     "gemm_large": large_tables,
     "gemm_sweep": sweep_table,
     "power": power_table,
+    "hopper_gemm": hopper_gemm.page,
     "grouped": grouped_tables,
     "moe": moe_tables,
     "moe_layers": layers_tables,
@@ -206,6 +214,7 @@ SOURCES = {"headlines": headlines.SOURCES, "quality_short": ("quality",)} | {
 MORE_SOURCES = {"headlines": headlines.MORE_SOURCES}  # which need not be there
 PLOTS = {
     "gemm": roofline.draw,
+    "hopper_gemm": hopper_gemm.draw,
     "grouped": speedups.draw,
     "moe": floors.draw,
     "model": model_plot.draw,

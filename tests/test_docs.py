@@ -257,7 +257,7 @@ def unknown_names(text: str) -> list[str]:
     """Constants, types, fields and files of text that the sources do not have."""
     sources = [
         file
-        for folder in ("moefp8", "tests", "benchmarks")
+        for folder in ("moefp8", "tests", "benchmarks", "examples")
         for ending in ("py", "cu", "cuh")
         for file in (REPOSITORY / folder).rglob(f"*.{ending}")
         if file != Path(__file__)
