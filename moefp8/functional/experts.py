@@ -269,8 +269,9 @@ def _launch_parts(
 ) -> None:
     """Launch part by part, or at once with contiguous copies of hidden states and addend."""
     addend = inputs.addend
-    if num_parts == 0 and inputs.down_proj_bias is not None and y.numel():
-        y.copy_(_body(inputs))  # I is 0, so that biases are all there is
+    has_biases = inputs.gate_up_proj_bias is not None or inputs.down_proj_bias is not None
+    if num_parts == 0 and has_biases and len(y):
+        y.copy_(_body(inputs, gate_up))  # H or I is 0, so that biases are all there is
     elif num_parts == 0:
         y.zero_()
         if addend is not None:

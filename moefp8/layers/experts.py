@@ -173,12 +173,13 @@ class GroupedExperts(TrainableModule):
                 for weight in (self.gate_up_proj, self.down_proj):
                     draw_as_linear(weight, weight.shape[2])
             return
+        held = {name: self.get_parameter(name) for name in WEIGHTS}
         for expert in range(0 if self.gate_up_proj.is_meta else self.num_experts):
             gate_up, down = (
                 draw_as_linear(torch.empty_like(x[0], dtype=torch.float32), x.shape[2])
                 for x in (self.gate_up_proj, self.down_proj)
             )
-            self._assign_expert(expert, (gate_up,), down)
+            self._quantize_expert(expert, (gate_up,), down, held)
 
     @torch.no_grad()
     def _quantize_from(self, gate_up: Sequence[Matrices], down: Matrices) -> None:
@@ -187,28 +188,31 @@ class GroupedExperts(TrainableModule):
         gate_up: one stack [E, 2I, H], gate rows first, or gate and up [E, I, H]; down: [E, H, I].
         """
         device = down.device if isinstance(down, torch.Tensor) else down[0].device
-        self._hold_codes(
-            {
-                name: torch.empty(shape, dtype=_code_dtype(name), device=device)
-                for name, shape in self._code_shapes().items()
-            }
-        )
+        codes = {
+            name: torch.empty(shape, dtype=_code_dtype(name), device=device)
+            for name, shape in self._code_shapes().items()
+        }
         for expert in range(0 if device.type == "meta" else self.num_experts):
-            self._assign_expert(expert, [x[expert] for x in gate_up], down[expert])
+            self._quantize_expert(expert, [x[expert] for x in gate_up], down[expert], codes)
+        self._hold_codes(codes)
 
     @torch.no_grad()
-    def _assign_expert(
-        self, expert: int, gate_up: Sequence[torch.Tensor], down: torch.Tensor
+    def _quantize_expert(
+        self,
+        expert: int,
+        gate_up: Sequence[torch.Tensor],
+        down: torch.Tensor,
+        codes: Mapping[str, torch.Tensor],
     ) -> None:
-        """Quantize gate_up, [2I, H] or two [I, H], and down [H, I] into their slots."""
+        """Quantize gate_up, [2I, H] or two [I, H], and down [H, I] into the slots of `codes`."""
         rows = gate_up[0] if len(gate_up) == 1 else torch.cat([*gate_up])
         halves = rows.view(2, self.intermediate_size, self.hidden_size)
         data, scale_inv = self.weight_format.quantize(halves)
-        self.gate_up_proj[expert].copy_(data.flatten(0, 1))
-        self.gate_up_proj_scale_inv[expert].copy_(scale_inv.flatten(0, 1))
+        codes["gate_up_proj"][expert].copy_(data.flatten(0, 1))
+        codes["gate_up_proj_scale_inv"][expert].copy_(scale_inv.flatten(0, 1))
         data, scale_inv = self.weight_format.quantize(down)
-        self.down_proj[expert].copy_(data)
-        self.down_proj_scale_inv[expert].copy_(scale_inv)
+        codes["down_proj"][expert].copy_(data)
+        codes["down_proj_scale_inv"][expert].copy_(scale_inv)
 
     @classmethod
     @torch.no_grad()
@@ -333,7 +337,15 @@ class GroupedExperts(TrainableModule):
         if self.trainable:
             check_whole("GroupedExperts.freeze", self)
             check_own_weights("GroupedExperts.freeze", self)
-            self._quantize_from((self.gate_up_proj.detach(),), self.down_proj.detach())
+            gate_up, down = self.gate_up_proj.detach(), self.down_proj.detach()
+            sizes = self.num_experts, self.hidden_size, self.intermediate_size
+            if down.shape != sizes:
+                raise ValueError(
+                    f"GroupedExperts.freeze: down_proj must be [E, H, I] = {list(sizes)}, got "
+                    f"{list(down.shape)}"
+                )
+            _check_stacks("GroupedExperts.freeze", gate_up.shape, down.shape)
+            self._quantize_from((gate_up,), down)
             for bias in self.biases.values():
                 bias.requires_grad_(False).grad = None  # else an optimizer would move it
         return self

@@ -42,7 +42,8 @@ class Part:
 
     def in_blocks(self, block: int) -> "Part":
         """The blocks that these entries are in; each half has blocks of its own."""
-        blocks = self.begin // block, ceil_div(self.end, block), ceil_div(self.total, block)
+        first = (self.begin - self.padding) // block
+        blocks = first, ceil_div(self.end, block), ceil_div(self.total, block)
         return Part(*blocks, num_halves=self.num_halves)
 
     def spans(self) -> Iterator[tuple[slice, slice]]:

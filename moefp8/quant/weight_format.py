@@ -1,8 +1,8 @@
 """Weight formats: how many E4M3 weights share an FP32 scale.
 
 A format says what scales a matrix [N, K] has, and how they are made. The GEMMs take a scale for
-each tile of 128x128 weights, at any strides, so that a coarser format needs no kernel of its own:
-`tile_scales` repeats its scales.
+each tile of 128x128 weights, at any strides. So a format with one scale for whole rows or columns
+of tiles, or for all, needs no kernel of its own: `tile_scales` repeats its scales.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ from .quantize import Quantized, quantize_128x128
 class WeightFormat(NamedTuple):
     """Weights with one scale for each block.
 
-    rows, columns: of a block; None: all of a matrix's. An axis of None is never cut for ranks.
+    rows, columns: of a block; None: all of a matrix's. Ranks that cut such an axis keep all scales.
     quantize: [..., N, K] bf16, fp16 or fp32 -> e4m3 [..., N, K] and fp32 scales [..., *grid].
     """
 
@@ -37,7 +37,7 @@ class WeightFormat(NamedTuple):
 
     @property
     def alignment(self) -> int:
-        """Where ranks' tensors begin, so that each block's weights stay together."""
+        """Ranks' tensors begin at multiples of this, so that blocks begin where they did."""
         return lcm(*[x for x in (self.rows, self.columns) if x is not None])
 
     def rule(self, n: str, k: str, parts: int = 1) -> str:
@@ -65,8 +65,10 @@ def format_of(
 ) -> WeightFormat | None:
     """The format in which weights [..., N, K] have scales of this shape; None if none has."""
     *batch, n, k = shape
-    grids = ((x, [*batch, *x.grid(n, k, parts)]) for x in FORMATS)
-    return next((x for x, grid in grids if grid == list(scale_shape)), None)
+    for x in FORMATS:
+        if [*batch, *x.grid(n, k, parts)] == list(scale_shape):
+            return x
+    return None
 
 
 def check_weight_scales(
@@ -90,10 +92,15 @@ def tile_scales(weight: torch.Tensor, scale_inv: torch.Tensor, parts: int = 1) -
 
     weight, scale_inv: [..., N, K] and its scales in any format. The result is a view, unless a
     scale of several parts counts for more than a tile.
+
+    Raises ValueError for scales of another shape.
     """
     *batch, n, k = weight.shape
     tiles = parts * num_blocks(n // parts), num_blocks(k)
-    if scale_inv.shape[-2:] == tiles:
+    if scale_inv.shape == (*batch, *tiles):
         return scale_inv
+    check_weight_scales(
+        "weights", "scale_inv", scale_inv, weight, "E N K"[-2 * weight.ndim + 1 :], parts
+    )
     of_parts = scale_inv.unflatten(-2, (parts, -1))
     return of_parts.expand(*batch, parts, tiles[0] // parts, tiles[1]).flatten(-3, -2)

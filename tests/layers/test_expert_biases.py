@@ -13,6 +13,7 @@ from moefp8.adapters import add_lora
 from moefp8.layers.conversion.plain import PlainExperts
 from moefp8.testing import assert_matches_reference, reference_model
 from tests.distributed.shard_cases import assert_sums_up
+from tests.fakes.emulator import emulated
 from tests.functional.experts.bias_cases import (
     GPT_OSS,
     Call,
@@ -157,6 +158,22 @@ def test_biases_of_any_strides_are_taken():
     lying = {name: x.mT.contiguous().mT for name, x in biases.items()}
     found = GroupedExperts.from_weights(*weights, **lying, **options)(*call[:3])
     assert torch.equal(found, wanted)
+
+
+def test_layers_without_hidden_features_save_their_biases():
+    """Gate and up are the biases then; memory that nothing wrote would make gradients NaN."""
+    experts = GroupedExperts(3, 0, 64, bias=True)
+    for bias in experts.biases.values():
+        bias.requires_grad_()
+    x, scores = torch.randn(4, 0).bfloat16().requires_grad_(), torch.rand(4, 2).requires_grad_()
+    ids = torch.tensor([[0, 1], [1, 2], [0, 2], [2, 1]])
+    for _ in range(4):
+        poison = [torch.full((1024,), torch.nan) for _ in range(64)]
+        del poison
+        with emulated():
+            experts(x, ids, scores).sum().backward()
+    assert not scores.grad.any()
+    assert not experts.gate_up_proj_bias.grad.any()
 
 
 @pytest.mark.parametrize("kind", ["experts", "intermediate"])

@@ -201,6 +201,28 @@ def test_other_shapes_are_refused_by_the_names_of_both():
         experts(torch.randn(2, 72), *choices(2, 2, 3))
 
 
+@pytest.mark.parametrize("shape", [(1, 1), (1, 3), (3, 1)])
+def test_scales_of_no_format_are_not_repeated(monkeypatch, shape):
+    weight, scale_inv = torch.empty(2, 300, 300), torch.ones(2, *shape)
+    monkeypatch.setattr(weight_format, "FORMATS", (BLOCKS,))
+    with pytest.raises(ValueError, match=r"\[E, ceil\(N/128\), ceil\(K/128\)\] = \[2, 3, 3\], got"):
+        tile_scales(weight, scale_inv)
+    monkeypatch.setattr(weight_format, "FORMATS", (BLOCKS, TENSOR))
+    with pytest.raises(ValueError, match=r"or \[E, 1, 1\] = \[2, 1, 1\], got \[1, 1, 1\]"):
+        tile_scales(weight, torch.ones(1, 1, 1))
+
+
+def test_adapters_refuse_scales_of_no_format(monkeypatch):
+    monkeypatch.setattr(weight_format, "FORMATS", (BLOCKS,))
+    model = nn.ModuleDict({"experts": GroupedExperts(3, 72, 200)})
+    add_lora(model, 4, 8)
+    model["experts"].down_proj_scale_inv.data = torch.ones(1, 1, 1)
+    with pytest.raises(
+        ValueError, match=r"scale_inv must be \[E, .* = \[3, 1, 2\], got \[1, 1, 1\]"
+    ):
+        model["experts"](torch.randn(2, 72), *choices(2, 2, 3))
+
+
 @on_gpu
 @pytest.mark.parametrize(("h", "i"), SHAPES)
 @pytest.mark.parametrize("t", [1, 40, 600])

@@ -69,6 +69,25 @@ def test_freeze_tells_of_weights_that_are_not_finite():
         freeze(model)
 
 
+@pytest.mark.parametrize(
+    ("name", "weight", "error"),
+    [
+        ("down_proj", torch.randn(2, H, 32).double(), "quantize_128x128: w must be"),
+        ("down_proj", torch.randn(3, H, 32), r"down_proj must be \[E, H, I\] = \[2, "),
+        ("gate_up_proj", torch.randn(2, 60, H), r"gate_up_proj must be \[E, 2I, H\]"),
+    ],
+)
+def test_experts_that_cannot_be_frozen_keep_their_master_weights(name, weight, error):
+    experts = GroupedExperts(2, H, 32, trainable=True)
+    experts.get_parameter(name).data = weight
+    before = {name: x.detach().clone() for name, x in experts.named_parameters()}
+    with pytest.raises((TypeError, ValueError), match=error):
+        experts.freeze()
+    assert experts.trainable
+    for name, x in experts.named_parameters():
+        assert torch.equal(x, before[name])
+
+
 # ---- What a module computes ----
 
 

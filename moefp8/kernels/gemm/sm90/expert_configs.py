@@ -131,7 +131,8 @@ def _deciding_numbers_backward(sizes: Sizes, most: int) -> Iterator[int]:
     while number < most:
         if number >= 2 * BLOCK:
             _, load = mean_load(sizes._replace(num_tokens=number))
-            number = max(number, heuristic.deciding_load(load) * per_load // sizes.top_k)
+            last = heuristic.deciding_load(load) * per_load // sizes.top_k
+            number = min(max(number, last), most - 1)
         number += 1
         yield number
 

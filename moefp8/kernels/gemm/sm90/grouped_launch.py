@@ -87,7 +87,7 @@ def describe_grouped(
 
     def largest(most: int) -> int:
         kernels = config, takes
-        for num_rows in _deciding_rows(layout, b.data.shape[0], m, most):
+        for num_rows in _deciding_rows(b.data.shape[0], m, most):
             other = choose(num_rows)
             if (other.config, other.takes_tiles) != kernels:
                 return num_rows - 1
@@ -109,17 +109,15 @@ def describe_grouped(
     describe_gemm(r, sms, config, a, b, d, tokens, bias=bias, groups=groups, programmatic=may_start)
 
 
-def _deciding_rows(layout: GroupLayout, num_groups: int, after: int, most: int) -> Iterator[int]:
+def _deciding_rows(num_groups: int, after: int, most: int) -> Iterator[int]:
     """All numbers of rows from `after` to `most` where `Grouped` may change, and some others.
 
-    It depends on the deciding load of the groups, and on the most rows of a group, up to
-    `_MOST_THAT_COUNT`; with ROWS and SEGMENTS on the blocks of rows, which change with the mean.
+    With OFFSETS or MASKED and no `expected_m`, it depends on the deciding load of the groups, and
+    on the most rows of a group, up to `_MOST_THAT_COUNT`.
     """
-    has_blocks = layout in (GroupLayout.ROWS, GroupLayout.SEGMENTS)
     num_rows = after
     while num_rows < most:
-        mean = ceil_div(num_rows, num_groups)
-        last = (mean if has_blocks else heuristic.deciding_load(mean)) * num_groups
+        last = heuristic.deciding_load(ceil_div(num_rows, num_groups)) * num_groups
         is_few = num_rows < _MOST_THAT_COUNT or num_rows == last
         num_rows = num_rows + 1 if is_few else min(last, most)
         yield num_rows
