@@ -13,7 +13,7 @@ LEVEL, VARIANT, PEER = "level", "variant", "peer"
 _COLOURS = {LEVEL: "#0072B2", VARIANT: "#56B4E9", PEER: "#999999"}
 
 
-def of_kind(results: Results, kind: str) -> list[Row]:
+def rows_with_kind(results: Results, kind: str) -> list[Row]:
     return [row for row in results["rows"] if row["kind"] == kind]
 
 
@@ -25,10 +25,10 @@ def share(results: Results, row: Row, peer: str) -> float | None:
 
 def timed(results: Results) -> str:
     """All that was timed: levels, what they are compared with, and variants."""
-    levels = of_kind(results, LEVEL)
+    levels = rows_with_kind(results, LEVEL)
     before: dict[str, Row] = {row["name"]: previous for previous, row in pairwise(levels)}
     lines = []
-    for row in (x for kind in (LEVEL, PEER, VARIANT) for x in of_kind(results, kind)):
+    for row in (x for kind in (LEVEL, PEER, VARIANT) for x in rows_with_kind(results, kind)):
         gain = before[row["name"]]["us"] / row["us"] if row["name"] in before else None
         shares = (number(share(results, row, peer), 2) for peer in (OURS, DEEP_GEMM))
         sensed = f"{row['mhz']} MHz, {row['watts']} W" if "mhz" in row else "-"
@@ -55,7 +55,7 @@ def page(results: Results) -> str:
 def draw(results: Results, path: Path) -> None:
     from matplotlib.figure import Figure
 
-    rows: list[Row] = [x for kind in (LEVEL, VARIANT, PEER) for x in of_kind(results, kind)]
+    rows: list[Row] = [x for kind in (LEVEL, VARIANT, PEER) for x in rows_with_kind(results, kind)]
     figure = Figure(figsize=(8, 0.36 * len(rows) + 1.2), dpi=160, layout="constrained")
     axes: Any = figure.subplots()
     bars = axes.barh(

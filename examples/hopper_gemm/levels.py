@@ -54,15 +54,15 @@ class Level:
         """
         rows, columns = self.tile
         multicast = a.data.batched() if self.is_persistent and not self.stores_by_tma else a.data
-        of_a = TensorMap(multicast, (BLOCK, rows // self.cluster), 128)
-        of_b = TensorMap(b.data, (BLOCK, columns), 128)
+        a_map = TensorMap(multicast, (BLOCK, rows // self.cluster), 128)
+        b_map = TensorMap(b.data, (BLOCK, columns), 128)
         if not self.uses_tma:
             return ()
         if not self.stores_by_tma:
-            return (of_a,), (of_b,)
-        of_scales = TensorMap(a.scale_inv.mT, (rows, 1))
-        of_d = TensorMap(d, (64, 64), 128, is_written=True)
-        return (of_a,), (of_scales,), (of_b,), (of_d,)
+            return (a_map,), (b_map,)
+        scale_map = TensorMap(a.scale_inv.mT, (rows, 1))
+        d_map = TensorMap(d, (64, 64), 128, is_written=True)
+        return (a_map,), (scale_map,), (b_map,), (d_map,)
 
     def describe(self, a: Codes, b: Codes, d: Tensor, num_sms: int) -> Record:
         """The launch, without addresses."""

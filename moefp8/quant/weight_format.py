@@ -102,5 +102,5 @@ def tile_scales(weight: torch.Tensor, scale_inv: torch.Tensor, parts: int = 1) -
     check_weight_scales(
         "weights", "scale_inv", scale_inv, weight, "E N K"[-2 * weight.ndim + 1 :], parts
     )
-    of_parts = scale_inv.unflatten(-2, (parts, -1))
-    return of_parts.expand(*batch, parts, tiles[0] // parts, tiles[1]).flatten(-3, -2)
+    part_scales = scale_inv.unflatten(-2, (parts, -1))
+    return part_scales.expand(*batch, parts, tiles[0] // parts, tiles[1]).flatten(-3, -2)

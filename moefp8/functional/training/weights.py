@@ -289,5 +289,7 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
             for entry in list(codes_of_storage.values()):
                 entry.is_old = True
                 entry.is_in_graph |= is_captured
-    if has_weights_without_codes:  # such as views that FSDP made of them: see `num_steps`
+    if (
+        has_weights_without_codes
+    ):  # codes may be of other memory with the same values, as FSDP gathers it
         _known.num_steps += 1

@@ -29,8 +29,8 @@ FAULTS = [
     ),
     Fault(
         file="quant/weight_format.py",
-        old="    return of_parts.expand(",
-        new="    return of_parts.flip(-3).expand(",
+        old="    return part_scales.expand(",
+        new="    return part_scales.flip(-3).expand(",
         caught_by="tests/layers/test_weight_format.py::test_experts[200-72-emulated GPU]",
         why="a backward reads gate's rows with the scale of up",
     ),

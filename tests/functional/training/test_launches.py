@@ -80,8 +80,8 @@ def test_shared_experts(kind, sizes, dtype, wgrad):
     assert_alike(found, wanted)
     assert served == ["quantize", "gemm", "gemm"]
     linear = ["columns", "gemm", "k_grouped"]
-    of_down, of_gate_and_up = ["columns", *linear], ["columns", *linear, *linear]
-    backward = ["activation_rows", *of_down, "activation_backward", *of_gate_and_up]
+    down_steps, gate_and_up_steps = ["columns", *linear], ["columns", *linear, *linear]
+    backward = ["activation_rows", *down_steps, "activation_backward", *gate_and_up_steps]
     assert [x for x in sources if x != "both"] == [*served, *backward]
 
 
